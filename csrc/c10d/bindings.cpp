@@ -1,0 +1,99 @@
+// pycomm._c10d: the adapter that alone includes torch's headers and is tied to one torch version.
+#include "backend.h"
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/reducer.hpp>
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+#include <utility>
+
+#include "errors.h"
+
+namespace pycomm {
+
+PyObject* C10dError::python_type() {
+  static constexpr const char* kClasses[] = {"Error",        "InvalidArgument", "MismatchError",
+                                             "TimeoutError", "PeerDiedError",   "AbortedError"};
+  const py::object type =
+      py::module_::import("pycomm.errors").attr(kClasses[static_cast<int>(kind)]);
+  return type.ptr();  // the module keeps it alive
+}
+
+std::exception_ptr for_torch(std::exception_ptr exception) {
+  if (!exception) return nullptr;
+  try {
+    std::rethrow_exception(exception);
+  } catch (const Error& error) {
+    return std::make_exception_ptr(C10dError(error));
+  } catch (...) {
+    return exception;
+  }
+}
+
+namespace {
+
+// DDP's communication hook: averages a bucket in place, in the thread that runs backward (`async` false: right when
+// ranks have no core to spare) or on the communicator's worker while backward goes on.
+class AverageHook : public c10d::CommHookInterface {
+ public:
+  AverageHook(std::shared_ptr<Communicator> communicator, bool async)
+      : communicator_(std::move(communicator)), async_(async) {}
+
+  c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override {
+    return average(*communicator_, bucket.getBufferRef(), async_);
+  }
+  at::Tensor parseHookResult(const c10::IValue& result) override {
+    return c10d::detail::parseCppCommHookResult(result);
+  }
+
+ private:
+  std::shared_ptr<Communicator> communicator_;
+  const bool async_;
+};
+
+void register_translator() {
+  py::register_exception_translator([](std::exception_ptr pointer) {
+    try {
+      if (pointer) std::rethrow_exception(pointer);
+    } catch (C10dError& error) {
+      PyErr_SetString(error.python_type(), error.what());
+    }
+  });
+}
+
+constexpr const char* kCapsule = "pycomm.Communicator";
+
+std::shared_ptr<Communicator> communicator_from(const py::capsule& capsule) {
+  return *capsule.get_pointer<std::shared_ptr<Communicator>>();
+}
+
+}  // namespace
+}  // namespace pycomm
+
+PYBIND11_MODULE(_c10d, m) {
+  using namespace pycomm;
+  py::module_::import("torch.distributed");  // binds the base classes
+  register_translator();
+
+  py::class_<C10dBackend, c10d::Backend, c10::intrusive_ptr<C10dBackend>>(m, "C10dBackend")
+      .def(py::init([](const py::capsule& communicator) {
+             return c10::make_intrusive<C10dBackend>(communicator_from(communicator));
+           }),
+           py::arg("communicator"))
+      .def("_communicator_address", [](const C10dBackend& self) {
+        return py::capsule(new std::shared_ptr<Communicator>(self.communicator()), kCapsule,
+                           [](void* pointer) {
+                             delete static_cast<std::shared_ptr<Communicator>*>(pointer);
+                           });
+      });
+
+  m.def(
+      "register_average_hook",
+      [](c10d::Reducer& reducer, const py::capsule& communicator, bool async_op) {
+        reducer.register_comm_hook(
+            std::make_unique<AverageHook>(communicator_from(communicator), async_op));
+      },
+      py::arg("reducer"), py::arg("communicator"), py::kw_only(), py::arg("async_op"),
+      "Makes pycomm average the reducer's buckets, in C++.");
+}

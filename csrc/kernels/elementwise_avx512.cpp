@@ -1,0 +1,21 @@
+// The CPU kernels for AVX-512. Everything that is included before the target switch stays plain x86-64.
+#include "elementwise_host.h"
+
+#if defined(__x86_64__)
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,f16c,fma"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,f16c,fma")
+#endif
+
+#define PYCOMM_ISA avx512
+#define PYCOMM_ISA_LEVEL 2
+#include "elementwise_isa.h"
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif  // __x86_64__

@@ -1,0 +1,58 @@
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+
+#include "../error.h"
+#include "elementwise_cuda.h"
+#include "elementwise_kernel.cuh"
+
+namespace pycomm {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kBlocksPerProcessor = 8;
+
+void check_cuda(cudaError_t status, const char* what) {
+  PYCOMM_CHECK(status == cudaSuccess, kError, what, ": ", cudaGetErrorString(status));
+}
+
+int blocks_for(int64_t count) {
+  int device = 0, processors = 0;
+  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+  check_cuda(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device),
+             "cudaDeviceGetAttribute");
+  const int64_t wanted = (count + kThreads - 1) / kThreads;
+  return static_cast<int>(std::min<int64_t>(wanted, int64_t{processors} * kBlocksPerProcessor));
+}
+
+}  // namespace
+
+void launch_reduce(DType dtype, ReduceOp op, const void* const* sources, int num_sources,
+                   void* output, int64_t count, void* stream) {
+  PYCOMM_CHECK(num_sources >= 1 && num_sources <= kMaxDeviceSources, kInvalidArgument,
+               "reduce on CUDA takes 1 to ", kMaxDeviceSources, " sources, not ", num_sources);
+  if (count == 0) return;
+  DeviceReduceCall call{};
+  std::copy(sources, sources + num_sources, call.sources);
+  call.output = output;
+  call.count = count;
+  call.num_sources = num_sources;
+  call.divisor = num_sources;
+  const int blocks = blocks_for(count);
+  const bool known = visit_reduction(dtype, op, [&](auto type, auto reduction) {
+    using T = typename decltype(type)::type;
+    reduce_kernel<T, decltype(reduction)::op>
+        <<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(call);
+  });
+  PYCOMM_CHECK(known, kInvalidArgument, "reduce on CUDA: dtype ", name_of(dtype), " has no op ",
+               name_of(op));
+  check_cuda(cudaGetLastError(), "launch of reduce_kernel");
+}
+
+std::string cuda_build_description() {
+  return concat("CUDA ", CUDART_VERSION / 1000, ".", CUDART_VERSION % 1000 / 10);
+}
+
+}  // namespace pycomm

@@ -1,0 +1,121 @@
+// The CPU drivers of elementwise.h for one instruction set. An elementwise_<isa>.cpp defines PYCOMM_ISA (a namespace) and
+// PYCOMM_ISA_LEVEL (0 generic, 1 AVX2 + F16C, 2 AVX-512), switches the compiler's target on and includes this file once.
+
+namespace pycomm {
+namespace PYCOMM_ISA {
+
+#include "pack.h"
+
+template <class T, ReduceOp kOp>
+struct Reducer {
+  using Acc = typename Accumulator<T, kOp>::type;
+  using Functor = FunctorOf<kOp>;
+  using P = Pack<T, Acc>;
+  static constexpr int kLanes = P::kLanes;
+
+  const ReduceCall& call;
+
+  PYCOMM_ALWAYS_INLINE Vector<Acc> first(int64_t at) const {
+    if constexpr (!std::is_same_v<T, Acc>) {
+      if (call.first_is_partial)
+        return load_unaligned<Vector<Acc>>(static_cast<const Acc*>(call.sources[0]) + at);
+    }
+    return P::load(static_cast<const T*>(call.sources[0]) + at);
+  }
+
+  // kSources 0 means: as many as the call says.
+  template <int kSources>
+  PYCOMM_ALWAYS_INLINE Vector<Acc> accumulate(int64_t at) const {
+    Vector<Acc> value = first(at);
+    const int sources = kSources ? kSources : call.num_sources;
+    for (int s = 1; s < sources; ++s)
+      value = Functor::apply(value, P::load(static_cast<const T*>(call.sources[s]) + at));
+    return value;
+  }
+
+  PYCOMM_ALWAYS_INLINE void finish_and_store(Vector<Acc> value, int64_t at) const {
+    if (call.leave_partial) {
+      store(static_cast<Acc*>(call.slot) + at, value);
+      return;
+    }
+    if constexpr (kOp == ReduceOp::kAvg) value = value / static_cast<Acc>(call.divisor);
+    const auto elements = P::narrow(value);
+    if (call.slot) store(static_cast<T*>(call.slot) + at, elements);
+    if (call.output) __builtin_memcpy(static_cast<T*>(call.output) + at, &elements, sizeof elements);
+  }
+
+  template <class V>
+  PYCOMM_ALWAYS_INLINE void store(void* to, const V& value) const {
+    if (call.stream_to_slot) stream_store(to, value);
+    else __builtin_memcpy(to, &value, sizeof value);
+  }
+
+  template <int kSources>
+  void body(int64_t end) const {
+    for (int64_t at = 0; at < end; at += kLanes) finish_and_store(accumulate<kSources>(at), at);
+  }
+
+  // The last, incomplete pack goes through zero-padded copies of its sources.
+  void tail(int64_t at) const {
+    const size_t count = static_cast<size_t>(call.count - at);
+    alignas(64) char padded[kMaxRanks][64] = {};
+    alignas(64) char slot[64], output[64];
+    const void* sources[kMaxRanks];
+    for (int s = 0; s < call.num_sources; ++s) {
+      const size_t bytes = s == 0 && call.first_is_partial ? sizeof(Acc) : sizeof(T);
+      __builtin_memcpy(padded[s], static_cast<const char*>(call.sources[s]) + at * bytes,
+                       count * bytes);
+      sources[s] = padded[s];
+    }
+    ReduceCall rest = call;
+    rest.sources = sources;
+    rest.stream_to_slot = false;
+    rest.slot = call.slot ? slot : nullptr;
+    rest.output = call.output ? output : nullptr;
+    Reducer<T, kOp>{rest}.template body<0>(1);
+    const size_t slot_bytes = call.leave_partial ? sizeof(Acc) : sizeof(T);
+    if (call.slot)
+      __builtin_memcpy(static_cast<char*>(call.slot) + at * slot_bytes, slot, count * slot_bytes);
+    if (call.output)
+      __builtin_memcpy(static_cast<T*>(call.output) + at, output, count * sizeof(T));
+  }
+
+  void run() const {
+    const int64_t whole = call.count / kLanes * kLanes;
+    if (call.num_sources == 2) body<2>(whole);
+    else body<0>(whole);
+    if (whole < call.count) tail(whole);
+  }
+};
+
+void reduce(const ReduceCall& call) {
+  visit_reduction(call.dtype, call.op, [&](auto type, auto reduction) {
+    Reducer<typename decltype(type)::type, decltype(reduction)::op>{call}.run();
+  });
+  if (call.stream_to_slot) stream_fence();
+}
+
+void copy(void* destination, const void* source, int64_t bytes, bool stream) {
+  using Block = Vector<uint64_t>;
+  char* to = static_cast<char*>(destination);
+  const char* from = static_cast<const char*>(source);
+  int64_t at = 0;
+  if (stream && reinterpret_cast<uintptr_t>(to) % sizeof(Block) == 0) {
+    for (; at + 128 <= bytes; at += 128) {
+      const Block a = load_unaligned<Block>(from + at), b = load_unaligned<Block>(from + at + 64);
+      stream_store(to + at, a);
+      stream_store(to + at + 64, b);
+    }
+    stream_fence();
+  } else {
+    for (; at + 128 <= bytes; at += 128) {
+      const Block a = load_unaligned<Block>(from + at), b = load_unaligned<Block>(from + at + 64);
+      __builtin_memcpy(to + at, &a, 64);
+      __builtin_memcpy(to + at + 64, &b, 64);
+    }
+  }
+  if (at < bytes) __builtin_memcpy(to + at, from + at, static_cast<size_t>(bytes - at));
+}
+
+}  // namespace PYCOMM_ISA
+}  // namespace pycomm

@@ -1,0 +1,140 @@
+// A pack: 64 bytes of accumulators, loaded from and stored to elements of any type.
+//
+// This header is compiled once per instruction set (see elementwise_isa.h), inside `namespace PYCOMM_ISA` and under that
+// set's target options, so it has no include guard and includes nothing. Vectors are GCC's: one of 64 bytes becomes one
+// AVX-512 register, two AVX2 registers or four of SSE2, so only conversions and streaming stores differ by set.
+
+template <class T>
+struct VectorOf {
+  typedef T type __attribute__((vector_size(64), aligned(64)));
+};
+template <class T>
+using Vector = typename VectorOf<T>::type;
+
+template <class T, int kLanes>
+struct NarrowVectorOf {
+  typedef T type __attribute__((vector_size(sizeof(T) * kLanes)));
+};
+
+using Floats = Vector<float>;
+using Bits32 = Vector<uint32_t>;
+using Bits16 = NarrowVectorOf<uint16_t, 16>::type;
+
+template <class V>
+PYCOMM_ALWAYS_INLINE V load_unaligned(const void* from) {
+  V value;
+  __builtin_memcpy(&value, from, sizeof(V));
+  return value;
+}
+
+// ---- 16-bit floats ----------------------------------------------------------------------------------------------
+
+#if PYCOMM_ISA_LEVEL == 2
+PYCOMM_ALWAYS_INLINE Floats widen_half(const Half* from) {
+  return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+}
+PYCOMM_ALWAYS_INLINE Bits16 narrow_half(Floats value) {
+  return (Bits16)_mm512_cvtps_ph((__m512)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+#elif PYCOMM_ISA_LEVEL == 1
+PYCOMM_ALWAYS_INLINE Floats widen_half(const Half* from) {
+  Floats value;
+  for (int part = 0; part < 2; ++part) {
+    const __m256 eight =
+        _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from) + part));
+    __builtin_memcpy(reinterpret_cast<char*>(&value) + 32 * part, &eight, 32);
+  }
+  return value;
+}
+PYCOMM_ALWAYS_INLINE Bits16 narrow_half(Floats value) {
+  Bits16 bits;
+  for (int part = 0; part < 2; ++part) {
+    __m256 eight;
+    __builtin_memcpy(&eight, reinterpret_cast<const char*>(&value) + 32 * part, 32);
+    const __m128i half = _mm256_cvtps_ph(eight, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    __builtin_memcpy(reinterpret_cast<char*>(&bits) + 16 * part, &half, 16);
+  }
+  return bits;
+}
+#else
+PYCOMM_ALWAYS_INLINE Floats widen_half(const Half* from) {
+  Floats value;
+  for (int lane = 0; lane < 16; ++lane) value[lane] = half_to_float(from[lane].bits);
+  return value;
+}
+PYCOMM_ALWAYS_INLINE Bits16 narrow_half(Floats value) {
+  Bits16 bits;
+  for (int lane = 0; lane < 16; ++lane) bits[lane] = float_to_half(value[lane]);
+  return bits;
+}
+#endif
+
+PYCOMM_ALWAYS_INLINE Floats widen_bfloat16(const BFloat16* from) {
+  return (Floats)(__builtin_convertvector(load_unaligned<Bits16>(from), Bits32) << 16);
+}
+// Rounds to nearest, ties to even, by the carry out of the dropped half; a NaN stays one (quiet, payload kept).
+// AVX-512's own conversion flushes subnormals, so it would not give the same bits.
+PYCOMM_ALWAYS_INLINE Bits16 narrow_bfloat16(Floats value) {
+  const Bits32 bits = (Bits32)value;
+  const Bits32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const Bits32 quiet = (bits >> 16) | 0x40u;
+  return __builtin_convertvector((Bits32)(value == value ? rounded : quiet), Bits16);
+}
+
+// ---- streaming stores: past the caches, for data that another core will read next --------------------------------
+
+template <class V>
+PYCOMM_ALWAYS_INLINE void stream_store(void* to, const V& value) {
+#if PYCOMM_ISA_LEVEL == 2
+  if constexpr (sizeof(V) == 64) {
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(to), (__m512i)value);
+    return;
+  }
+#endif
+#if defined(__x86_64__)
+  if constexpr (sizeof(V) % 16 == 0) {
+    for (size_t part = 0; part < sizeof(V) / 16; ++part) {
+      __m128i piece;
+      __builtin_memcpy(&piece, reinterpret_cast<const char*>(&value) + 16 * part, 16);
+      _mm_stream_si128(reinterpret_cast<__m128i*>(to) + part, piece);
+    }
+    return;
+  }
+#endif
+  __builtin_memcpy(to, &value, sizeof(V));
+}
+
+// Orders streamed data before the flag that announces it.
+PYCOMM_ALWAYS_INLINE void stream_fence() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
+// ---- elements <-> accumulators -----------------------------------------------------------------------------------
+
+template <class T, class Acc>
+struct Pack {
+  static constexpr int kLanes = 64 / sizeof(Acc);
+  using Elements = typename NarrowVectorOf<T, kLanes>::type;
+  PYCOMM_ALWAYS_INLINE static Vector<Acc> load(const T* from) {
+    if constexpr (std::is_same_v<T, Acc>) return load_unaligned<Vector<Acc>>(from);
+    else return __builtin_convertvector(load_unaligned<Elements>(from), Vector<Acc>);
+  }
+  PYCOMM_ALWAYS_INLINE static Elements narrow(Vector<Acc> value) {
+    if constexpr (std::is_same_v<T, Acc>) return (Elements)value;
+    else return __builtin_convertvector(value, Elements);
+  }
+};
+template <>
+struct Pack<Half, float> {
+  static constexpr int kLanes = 16;
+  PYCOMM_ALWAYS_INLINE static Floats load(const Half* from) { return widen_half(from); }
+  PYCOMM_ALWAYS_INLINE static Bits16 narrow(Floats value) { return narrow_half(value); }
+};
+template <>
+struct Pack<BFloat16, float> {
+  static constexpr int kLanes = 16;
+  PYCOMM_ALWAYS_INLINE static Floats load(const BFloat16* from) { return widen_bfloat16(from); }
+  PYCOMM_ALWAYS_INLINE static Bits16 narrow(Floats value) { return narrow_bfloat16(value); }
+};

@@ -1,0 +1,112 @@
+#include "python_tensor.h"
+
+#include <memory>
+
+#include "dlpack.h"
+#include "error.h"
+
+namespace py = pybind11;
+
+namespace pycomm {
+
+std::ostream& operator<<(std::ostream& stream, const Caller& caller) {
+  return stream << "rank " << caller.rank << ": " << name_of(caller.operation);
+}
+
+namespace {
+
+bool is_contiguous(const dlpack::Tensor& tensor) {
+  if (!tensor.strides) return true;
+  int64_t expected = 1;
+  for (int dim = tensor.dimensions - 1; dim >= 0; --dim) {
+    if (tensor.shape[dim] != 1 && tensor.strides[dim] != expected) return false;
+    expected *= tensor.shape[dim];
+  }
+  return true;
+}
+
+bool to_dtype(const dlpack::DataType& type, DType* dtype) {
+  struct Row {
+    uint8_t code, bits;
+    DType dtype;
+  };
+  static constexpr Row kTable[] = {
+      {dlpack::kInt, 8, DType::kInt8},           {dlpack::kInt, 16, DType::kInt16},
+      {dlpack::kInt, 32, DType::kInt32},         {dlpack::kInt, 64, DType::kInt64},
+      {dlpack::kUInt, 8, DType::kUInt8},         {dlpack::kUInt, 16, DType::kUInt16},
+      {dlpack::kUInt, 32, DType::kUInt32},       {dlpack::kUInt, 64, DType::kUInt64},
+      {dlpack::kFloat, 16, DType::kFloat16},     {dlpack::kFloat, 32, DType::kFloat32},
+      {dlpack::kFloat, 64, DType::kFloat64},     {dlpack::kBFloat, 16, DType::kBFloat16},
+      {dlpack::kComplex, 64, DType::kComplex64}, {dlpack::kComplex, 128, DType::kComplex128},
+      {dlpack::kBool, 8, DType::kBool},          {dlpack::kFloat8E4M3FN, 8, DType::kFloat8E4M3},
+      {dlpack::kFloat8E5M2, 8, DType::kFloat8E5M2},
+  };
+  for (const Row& row : kTable)
+    if (row.code == type.code && row.bits == type.bits && type.lanes == 1) {
+      *dtype = row.dtype;
+      return true;
+    }
+  return false;
+}
+
+TensorView checked_view(const dlpack::Tensor& tensor, const Caller& caller) {
+  TensorView view;
+  view.count = 1;
+  for (int dim = 0; dim < tensor.dimensions; ++dim) view.count *= tensor.shape[dim];
+  PYCOMM_CHECK(tensor.device.type == dlpack::kCpu || tensor.device.type == dlpack::kCudaHost,
+               kInvalidArgument, caller, ": a tensor of ", view.count,
+               " elements is on a device of DLPack type ", tensor.device.type,
+               ", but this communicator works on CPU memory");
+  PYCOMM_CHECK(to_dtype(tensor.dtype, &view.dtype), kInvalidArgument, caller, ": a tensor of ",
+               view.count, " elements has an unsupported dtype (DLPack code ",
+               int{tensor.dtype.code}, ", ", int{tensor.dtype.bits}, " bits)");
+  PYCOMM_CHECK(is_contiguous(tensor), kInvalidArgument, caller, ": a tensor of ", view.count, " ",
+               name_of(view.dtype),
+               " elements is not contiguous; pass x.contiguous(), or use torch.distributed, which "
+               "copies for you");
+  view.data = static_cast<char*>(tensor.data) + tensor.byte_offset;
+  return view;
+}
+
+// The exchange table of an object's type, remembered for the last type seen: nearly always torch.Tensor.
+const dlpack::ExchangeApi* exchange_api(PyTypeObject* type) {
+  static PyTypeObject* known_type = nullptr;  // guarded by the GIL
+  static const dlpack::ExchangeApi* known_api = nullptr;
+  if (type == known_type) return known_api;
+  const dlpack::ExchangeApi* api = nullptr;
+  py::object capsule = py::getattr(reinterpret_cast<PyObject*>(type), "__dlpack_c_exchange_api__",
+                                   py::none());
+  if (PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api"))
+    api = static_cast<const dlpack::ExchangeApi*>(
+        PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+  if (api && (api->version.major != 1 || !api->borrow)) api = nullptr;
+  if (PyType_HasFeature(type, Py_TPFLAGS_HEAPTYPE)) Py_INCREF(type);  // so that its address stays its own
+  known_type = type;
+  known_api = api;
+  return api;
+}
+
+}  // namespace
+
+TensorView view_of(const py::handle& object, const Caller& caller) {
+  dlpack::Tensor tensor;
+  if (const auto* api = exchange_api(Py_TYPE(object.ptr()))) {
+    if (api->borrow(object.ptr(), &tensor) == 0) return checked_view(tensor, caller);
+    const py::error_already_set error;
+    throw Error(ErrorKind::kInvalidArgument, concat(caller, ": ", error.what()));
+  }
+  PYCOMM_CHECK(py::hasattr(object, "__dlpack__"), kInvalidArgument, caller,
+               ": expected a tensor, got ", std::string(py::str(py::type::handle_of(object))));
+  try {
+    // The object owns the memory: the capsule may go at once.
+    py::object capsule = object.attr("__dlpack__")();
+    auto* managed = static_cast<dlpack::ManagedTensor*>(
+        PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
+    if (!managed) throw py::error_already_set();
+    return checked_view(managed->tensor, caller);
+  } catch (const py::error_already_set& error) {
+    throw Error(ErrorKind::kInvalidArgument, concat(caller, ": ", error.what()));
+  }
+}
+
+}  // namespace pycomm

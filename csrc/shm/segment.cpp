@@ -1,0 +1,93 @@
+#include "segment.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <random>
+
+#include "../error.h"
+
+namespace pycomm {
+namespace {
+
+constexpr int64_t kPageBytes = 4096;
+
+char* map(int descriptor, int64_t bytes) {
+  void* base = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_SHARED,
+                    descriptor, 0);
+  PYCOMM_CHECK_SYSTEM(base != MAP_FAILED, "cannot map a shared segment of ", bytes, " bytes");
+  return static_cast<char*>(base);
+}
+
+uint64_t random_word() {
+  std::random_device device;
+  return (static_cast<uint64_t>(device()) << 32) | device();
+}
+
+}  // namespace
+
+int64_t Segment::area_offset(int rank) const {
+  return round_up(sizeof(SegmentHead), kPageBytes) +
+         rank * round_up(sizeof(RankArea), kPageBytes);
+}
+
+int64_t Segment::slots_offset(int rank) const {
+  const ShmConfig& config = reinterpret_cast<const SegmentHead*>(base_)->config;
+  const int world_size = reinterpret_cast<const SegmentHead*>(base_)->world_size;
+  return area_offset(world_size) + rank * config.slots * config.slot_bytes;
+}
+
+int64_t Segment::total_bytes(int world_size, const ShmConfig& config) {
+  return round_up(sizeof(SegmentHead), kPageBytes) +
+         world_size *
+             (round_up(sizeof(RankArea), kPageBytes) + config.slots * config.slot_bytes);
+}
+
+std::shared_ptr<Segment> Segment::create(int world_size, const ShmConfig& config,
+                                         int* descriptor) {
+  PYCOMM_CHECK(world_size >= 1 && world_size <= kMaxRanks, kInvalidArgument,
+               "a shared-memory communicator holds 1 to ", kMaxRanks, " ranks, not ", world_size);
+  PYCOMM_CHECK(config.slots >= 4 && config.slots <= 1024 && (config.slots & (config.slots - 1)) == 0,
+               kInvalidArgument,
+               "slots must be a power of two between 4 and 1024, not ", config.slots);
+  PYCOMM_CHECK(config.slot_bytes >= kPageBytes && config.slot_bytes % kPageBytes == 0,
+               kInvalidArgument, "slot_bytes must be a multiple of ", kPageBytes, ", not ",
+               config.slot_bytes);
+  const int64_t bytes = total_bytes(world_size, config);
+  const int fd = memfd_create("pycomm", MFD_CLOEXEC);
+  PYCOMM_CHECK_SYSTEM(fd >= 0, "memfd_create failed");
+  std::shared_ptr<Segment> segment;
+  try {
+    PYCOMM_CHECK_SYSTEM(ftruncate(fd, bytes) == 0, "cannot size a shared segment to ", bytes,
+                        " bytes");
+    segment.reset(new Segment(map(fd, bytes), bytes));
+  } catch (...) {
+    close(fd);
+    throw;
+  }
+  SegmentHead& head = segment->head();
+  head.world_size = world_size;
+  head.config = config;
+  head.nonce = random_word();
+  *descriptor = fd;
+  return segment;
+}
+
+std::shared_ptr<Segment> Segment::open(int descriptor, uint64_t nonce) {
+  struct stat status;
+  PYCOMM_CHECK_SYSTEM(fstat(descriptor, &status) == 0, "cannot inspect the shared segment");
+  PYCOMM_CHECK(status.st_size >= static_cast<int64_t>(sizeof(SegmentHead)), kError,
+               "the shared segment received has only ", status.st_size, " bytes");
+  std::shared_ptr<Segment> segment(new Segment(map(descriptor, status.st_size), status.st_size));
+  const SegmentHead& head = segment->head();
+  PYCOMM_CHECK(head.nonce == nonce && total_bytes(head.world_size, head.config) == status.st_size,
+               kError, "the shared segment received is not the one that rank 0 offered");
+  return segment;
+}
+
+Segment::~Segment() { munmap(base_, static_cast<size_t>(bytes_)); }
+
+}  // namespace pycomm

@@ -1,0 +1,100 @@
+// The shared segment of one communicator: its layout, and the anonymous memory behind it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "../common.h"
+#include "../slots.h"
+
+namespace pycomm {
+
+// How slot writes go to memory: kAuto follows the measured flag latency between the ranks.
+enum class Streaming : uint32_t { kAuto, kNever, kAlways };
+
+// Chosen by rank 0, stored in the segment, read by all: ranks can never disagree on it.
+struct ShmConfig {
+  int64_t slot_bytes = 256 << 10;
+  int32_t slots = 8;  // a power of two, since chunk numbers wrap; at least 4, the depth of the pipelines
+  int32_t spin_polls = -1;  // polls before yielding; -1: by cores
+  Streaming streaming = Streaming::kAuto;
+};
+
+// A word that one rank writes and others wait for. Atomic by the accessors of wait.h.
+struct alignas(kSeparationBytes) Flag {
+  uint32_t value;
+  uint32_t sleepers;  // how many waiters sleep in the kernel and want a wake
+};
+
+// The head of every operation. `sequence` is written last: it announces the header and what lies behind it.
+struct OperationHeader {
+  uint32_t sequence;
+  Operation operation;
+  DType dtype;
+  ReduceOp op;
+  Algorithm algorithm;
+  int64_t count;
+  int32_t root;
+  uint32_t unused;
+};
+
+// An operation's header, and behind it as much data as fits: a short message travels with its header (eager).
+inline constexpr int64_t kEagerBytes = 16 << 10;
+struct alignas(kSeparationBytes) Announcement {
+  OperationHeader header;
+  char payload[kEagerBytes];
+};
+
+struct RankArea {
+  Flag stages[kStages];   // chunks finished, per stage
+  Flag entered;           // its `sleepers` belongs to the announcements' sequences
+  Flag latency_probe;
+  Announcement announcements[2];  // operation s uses s % 2: see ShmCommunicator::meet
+  Flag departed;  // 1 once the rank has left in good order
+  int32_t pid;
+  uint64_t pid_namespace;  // inode; a pid means nothing in another one
+  uint32_t flag_latency_ns;
+};
+
+// Written once, by the first rank that fails.
+struct AbortRecord {
+  Flag state;  // kClean, kWriting, kSet
+  int32_t kind;
+  int32_t rank;
+  char message[2048];
+};
+
+struct SegmentHead {
+  uint64_t nonce;
+  int32_t world_size;
+  ShmConfig config;
+  AbortRecord abort;
+};
+
+// A mapping of the segment. Owns the mapping, not the descriptor.
+class Segment {
+ public:
+  // Maps new anonymous memory (memfd), initialised for `world_size` ranks; *descriptor receives it, for the peers.
+  static std::shared_ptr<Segment> create(int world_size, const ShmConfig& config, int* descriptor);
+  // Maps a peer's segment and checks that it is the one that `nonce` names.
+  static std::shared_ptr<Segment> open(int descriptor, uint64_t nonce);
+  ~Segment();
+  Segment(const Segment&) = delete;
+  Segment& operator=(const Segment&) = delete;
+
+  SegmentHead& head() { return *reinterpret_cast<SegmentHead*>(base_); }
+  RankArea& area(int rank) { return *reinterpret_cast<RankArea*>(base_ + area_offset(rank)); }
+  char* slots_of(int rank) { return base_ + slots_offset(rank); }
+
+ private:
+  Segment(char* base, int64_t bytes) : base_(base), bytes_(bytes) {}
+  int64_t area_offset(int rank) const;
+  int64_t slots_offset(int rank) const;
+  static int64_t total_bytes(int world_size, const ShmConfig& config);
+
+  char* base_;
+  int64_t bytes_;
+};
+
+}  // namespace pycomm

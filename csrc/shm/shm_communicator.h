@@ -1,0 +1,84 @@
+// Collectives among the processes (or, in tests, threads) of one host, over a shared segment.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "../algorithms/math.h"
+#include "../communicator.h"
+#include "../error.h"
+#include "liveness.h"
+#include "segment.h"
+#include "shm_slots.h"
+#include "wait.h"
+
+namespace pycomm {
+
+// Called about every 50 ms by a caller's thread that sleeps in an operation; throws to end it (Ctrl-C).
+void set_interrupt_check(std::function<void()> check);
+
+class ShmCommunicator : public Communicator, private Watch {
+ public:
+  // Collective over the segment's ranks: returns when all of them have mapped it.
+  ShmCommunicator(std::shared_ptr<Segment> segment, int rank, std::chrono::milliseconds timeout);
+  ~ShmCommunicator() override;
+
+  const char* transport() const override { return "shm"; }
+  void abort(const std::string& reason) override;
+  void shutdown() override;
+  double flag_latency_ns() override;
+  uint64_t sequence() const override { return sequence_.load(std::memory_order_relaxed); }
+
+ protected:
+  void execute(const Request& request) override;
+
+ private:
+  void dispatch(const Request& request);
+  void all_reduce(const Request& request);
+  void broadcast(const Request& request);
+  void all_gather(const Request& request);
+  void reduce_scatter(const Request& request);
+  void measure_latency();
+
+  // The head of every operation: publish my header with up to kEagerBytes of data, then see every peer's.
+  Announcement& announcement_of(int rank) { return segment_->area(rank).announcements[sequence_ & 1]; }
+  void announce(const Request& request, const void* payload = nullptr, int64_t payload_bytes = 0);
+  void meet();
+  [[noreturn]] void throw_mismatch(int peer);
+
+  // The rest is chunks through slots. `stream`: whether slot writes should bypass the caches.
+  Math chunked_math(const Request& request);
+  void measure_latency_now_and_then();
+
+  bool check_wait(int peer, bool sleeping) const override;
+  [[noreturn]] void lost_peer(int peer) const override;
+  void leave();
+  void throw_if_ended() const;
+  void check_entry();
+  void record_abort(ErrorKind kind, const std::string& message);
+  static void wake_all(RankArea& area);
+  std::string where() const;
+  std::string arrivals() const;
+
+  std::shared_ptr<Segment> segment_;
+  Liveness liveness_;
+  Patience patience_;
+  ShmSlots slots_;
+  std::atomic<uint32_t> sequence_{0};  // of the operation in progress, or the last one; wraps
+  uint64_t chunked_operations_ = 0;
+  bool stream_ = false;
+  uint32_t probe_base_ = 0;  // rank 0's latency flag before the next measurement
+  bool failed_ = false;      // a failure has been reported here: later calls say so
+  std::atomic<bool> closing_{false};
+
+  // Of the operation in progress.
+  const Request* request_ = nullptr;
+  mutable std::chrono::steady_clock::time_point wait_began_;
+  mutable bool waiting_ = false;
+};
+
+}  // namespace pycomm

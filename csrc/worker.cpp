@@ -1,0 +1,106 @@
+#include "worker.h"
+
+#include <utility>
+
+#include "error.h"
+
+namespace pycomm {
+namespace {
+thread_local bool on_worker_thread = false;
+}
+
+bool Pending::is_done() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return done_;
+}
+
+std::exception_ptr Pending::exception() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return exception_;
+}
+
+bool Pending::wait(std::chrono::milliseconds at_most) const {
+  std::unique_lock<std::mutex> lock(mutex_);
+  const auto done = [this] { return done_; };
+  if (at_most.count() > 0) return changed_.wait_for(lock, at_most, done);
+  changed_.wait(lock, done);
+  return true;
+}
+
+void Pending::on_done(std::function<void(std::exception_ptr)> callback) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!done_) {
+      callbacks_.push_back(std::move(callback));
+      return;
+    }
+  }
+  callback(exception_);
+}
+
+void Pending::run() {
+  std::exception_ptr exception;
+  try {
+    work_();
+  } catch (...) {
+    exception = std::current_exception();
+  }
+  work_ = nullptr;  // drops what it kept alive
+  finish(exception);
+}
+
+void Pending::finish(std::exception_ptr exception) {
+  std::vector<std::function<void(std::exception_ptr)>> callbacks;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    exception_ = exception;
+    done_ = true;
+    callbacks.swap(callbacks_);
+  }
+  changed_.notify_all();
+  for (const auto& callback : callbacks) callback(exception);
+}
+
+Worker::~Worker() { stop(); }
+
+std::shared_ptr<Pending> Worker::enqueue(std::function<void()> work) {
+  auto pending = std::make_shared<Pending>(std::move(work));
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    PYCOMM_CHECK(!stopping_, kAborted, "the communicator has been shut down");
+    if (!thread_.joinable()) thread_ = std::thread([this] { loop(); });
+    queue_.push_back(pending);
+    depth_.fetch_add(1, std::memory_order_release);
+  }
+  changed_.notify_one();
+  return pending;
+}
+
+void Worker::stop() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    stopping_ = true;
+  }
+  changed_.notify_one();
+  if (thread_.joinable() && !is_current_thread()) thread_.join();
+}
+
+bool Worker::is_current_thread() { return on_worker_thread; }
+
+void Worker::loop() {
+  on_worker_thread = true;
+  for (;;) {
+    std::shared_ptr<Pending> next;
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      changed_.wait(lock, [this] { return stopping_ || !queue_.empty(); });
+      if (queue_.empty()) return;
+      next = std::move(queue_.front());
+      queue_.pop_front();
+    }
+    next->run();
+    depth_.fetch_sub(1, std::memory_order_release);
+  }
+}
+
+}  // namespace pycomm

@@ -1,0 +1,36 @@
+"""pycomm: the communication layer under PyTorch training.
+
+``import pycomm`` registers the torch.distributed backend ``"pycomm"``; ``pycomm.DistributedDataParallel`` takes the place of
+torch's class. See README.md.
+"""
+
+from pycomm.backend import create_communicator, get_communicator, register
+from pycomm.ddp import DistributedDataParallel
+from pycomm.errors import (
+    AbortedError,
+    Error,
+    InvalidArgument,
+    MismatchError,
+    PeerDiedError,
+    TimeoutError,
+)
+from pycomm.extension import core as _core_module
+
+Communicator = _core_module.Communicator
+__version__ = "0.1.0"
+
+__all__ = [
+    "AbortedError",
+    "Communicator",
+    "DistributedDataParallel",
+    "Error",
+    "InvalidArgument",
+    "MismatchError",
+    "PeerDiedError",
+    "TimeoutError",
+    "__version__",
+    "create_communicator",
+    "get_communicator",
+]
+
+register()

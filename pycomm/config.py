@@ -1,0 +1,95 @@
+"""Configuration from the environment: the only reader of ``PYCOMM_*`` variables.
+
+Rank 0's settings of the shared segment hold for all ranks. ``python -m pycomm.config`` prints the table.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
+from typing import Any
+
+BUILD_VARIABLES = {"PYCOMM_CUDA": "Build only: auto, 0 or 1; whether setup.py compiles the CUDA kernels."}
+TEST_VARIABLES = {
+    "PYCOMM_TEST_DDP": "Tests only: `torch` runs the DDP contract tests against torch's own class."
+}
+
+
+def _setting(default: Any, about: str) -> Any:
+    return field(default=default, metadata={"about": about})
+
+
+@dataclass(frozen=True)
+class Config:
+    """Settings of this process. A field ``x`` is read from ``PYCOMM_X``."""
+
+    slot_bytes: int = _setting(
+        256 * 1024, "Bytes of a slot, the largest chunk of a tensor in flight; a multiple of 4096."
+    )
+    slots: int = _setting(8, "Slots per rank; a power of two, at least 4.")
+    streaming: str = _setting(
+        "auto",
+        "Whether slots are written past the caches: auto (by measured flag latency), never, always.",
+    )
+    spin_polls: int = _setting(
+        -1, "Polls of a waited-for flag before yielding the core; -1 chooses by ranks and cores."
+    )
+    ddp_overlap: str = _setting(
+        "auto",
+        "Whether DDP's buckets travel while backward goes on, on a thread of their own: "
+        "auto (if there are at least two cores per rank), 0, 1.",
+    )
+
+    @classmethod
+    def variables(cls) -> dict[str, str]:
+        """Every variable and what it means."""
+        own = {f"PYCOMM_{f.name.upper()}": f.metadata["about"] for f in fields(cls)}
+        return own | BUILD_VARIABLES | TEST_VARIABLES
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Config:
+        """Reads the variables; warns about unknown ``PYCOMM_*`` names, raises ValueError for bad values."""
+        known = cls.variables()
+        for name in environment:
+            if name.startswith("PYCOMM_") and name not in known:
+                warnings.warn(f"unknown variable {name}; known are {', '.join(known)}", stacklevel=2)
+        values: dict[str, Any] = {}
+        for f in fields(cls):
+            text = environment.get(f"PYCOMM_{f.name.upper()}")
+            if text is None:
+                continue
+            try:
+                values[f.name] = int(text) if f.type == "int" else text
+            except ValueError:
+                raise ValueError(f"PYCOMM_{f.name.upper()} must be an integer, not {text!r}") from None
+        return cls(**values)
+
+    def __post_init__(self) -> None:
+        for name, allowed in {
+            "streaming": ("auto", "never", "always"),
+            "ddp_overlap": ("auto", "0", "1"),
+        }.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"PYCOMM_{name.upper()} must be one of {', '.join(allowed)}, not {getattr(self, name)!r}"
+                )
+
+
+@cache
+def config() -> Config:
+    """This process's settings, read once."""
+    return Config.from_environment()
+
+
+def table() -> str:
+    """The variables as a markdown table."""
+    defaults = {f"PYCOMM_{f.name.upper()}": f.default for f in fields(Config)}
+    rows = [f"| `{n}` | `{defaults.get(n, '')}` | {about} |" for n, about in Config.variables().items()]
+    return "\n".join(["| variable | default | meaning |", "|---|---|---|", *rows])
+
+
+if __name__ == "__main__":
+    print(table())

@@ -1,0 +1,179 @@
+"""DistributedDataParallel: torch's class, with pycomm's communication and without torch's silent divergences.
+
+torch's Reducer keeps the autograd bookkeeping. What is added: gradients of a bucket are averaged in C++ by pycomm
+(:func:`_use_average_hook`), and situations in which torch leaves gradients different on the ranks without a word are
+refused (:mod:`pycomm.ddp_checks`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+
+from pycomm.backend import find_communicator
+from pycomm.config import config
+from pycomm.ddp_checks import BackwardWatch, ParameterWatch, check_models_agree
+from pycomm.errors import InvalidArgument
+from pycomm.extension import c10d
+
+_TORCH_ARGUMENTS = inspect.signature(TorchDistributedDataParallel.__init__).parameters
+
+
+class DistributedDataParallel(TorchDistributedDataParallel):
+    """Drop-in replacement of :class:`torch.nn.parallel.DistributedDataParallel`.
+
+    Takes the same arguments in the same order, is a subclass, and accepts any process group; with backend pycomm and
+    parameters on the CPU, gradients are averaged by pycomm (16-bit floats accumulate in float32, the mean is rounded
+    once; all ranks get identical bits), unless a communication hook is registered before the first forward.
+
+    Own keyword argument: ``overlap`` - whether buckets travel on a thread of their own while backward goes on (True),
+    or in the thread that runs backward (False); None decides by cores and ranks (``PYCOMM_DDP_OVERLAP``).
+
+    Differences to torch's class, all of them where torch goes wrong in silence or hangs:
+
+    - Models that differ between ranks (number, name, shape, strides, dtype or requires_grad of a parameter) raise
+      RuntimeError on every rank, naming the parameter.
+    - A second backward through the same forward, and backward(inputs=...) on a part of the parameters, raise
+      RuntimeError instead of leaving local gradients. So do parameters that were replaced, recast, moved or unfrozen
+      after wrapping, at the next forward.
+    - A forward without grad starts no communication.
+    - ``delay_all_reduce_named_params`` is refused: torch's version gives wrong gradients unless the hooked parameter
+      happens to be last.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: list[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: list[tuple[str, nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: nn.Parameter | None = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: list[int] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        *,
+        overlap: bool | None = None,
+    ) -> None:
+        arguments = {k: v for k, v in locals().items() if k not in ("self", "overlap", "__class__")}
+        if delay_all_reduce_named_params is not None and param_to_hook_all_reduce is not None:
+            raise InvalidArgument(
+                "delay_all_reduce_named_params is not supported: torch's version does not wait for the gradients that "
+                "it reduces; leave it out"
+            )
+        if init_sync:
+            check_models_agree(module, process_group, device_mesh)
+        super().__init__(**_for_this_torch(arguments))
+        self._overlap = overlap
+        self._hook_is_settled = False
+        self._parameter_watch = ParameterWatch(self.module, self.parameters_to_ignore)
+        self._backward_watch = BackwardWatch(self)
+
+    # ---- communication ----------------------------------------------------------------------------------------------
+
+    def register_comm_hook(self, state: object, hook: Any) -> None:
+        super().register_comm_hook(state, hook)
+        self._hook_is_settled = True
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        super()._register_builtin_comm_hook(comm_hook_type)
+        self._hook_is_settled = True
+
+    def _register_fused_optim(self, *args: Any, **kwargs: Any) -> None:
+        self._hook_is_settled = True
+        super()._register_fused_optim(*args, **kwargs)
+
+    def _use_average_hook(self) -> None:
+        """Puts pycomm's averaging hook into the Reducer, if buckets are on the CPU and the group is pycomm's."""
+        self._hook_is_settled = True
+        join_divides_by_active_ranks = self._join_config.enable and not getattr(
+            self, "_divide_by_initial_world_size", True
+        )
+        if (
+            self.device_type != "cpu"
+            or self._use_python_reducer
+            or self.mixed_precision is not None
+            or join_divides_by_active_ranks
+            or any(self._build_params_for_reducer()[1])  # sparse gradients take torch's way
+        ):
+            return
+        communicator = find_communicator(self.process_group)
+        if communicator is not None:
+            c10d.register_average_hook(
+                self.reducer, communicator._address(), async_op=self._overlaps(communicator.world_size)
+            )
+
+    def _overlaps(self, world_size: int) -> bool:
+        if self._overlap is not None:
+            return self._overlap
+        if config().ddp_overlap != "auto":
+            return config().ddp_overlap == "1"
+        return len(os.sched_getaffinity(0)) >= 2 * world_size
+
+    # ---- torch's hooks into the class -------------------------------------------------------------------------------
+
+    def _build_params_for_reducer(self) -> Any:
+        """As torch's, which looks for an ignored parameter ``w`` of the root module under the name ``.w``."""
+        ignored = self.parameters_to_ignore
+        self.parameters_to_ignore = ignored | {f".{name}" for name in ignored if "." not in name}
+        try:
+            return super()._build_params_for_reducer()
+        finally:
+            self.parameters_to_ignore = ignored
+
+    def _check_sync_bufs_pre_fwd(self) -> bool:
+        return torch.is_grad_enabled() and super()._check_sync_bufs_pre_fwd()
+
+    def _check_sync_bufs_post_fwd(self) -> bool:
+        return torch.is_grad_enabled() and super()._check_sync_bufs_post_fwd()
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return super().forward(*inputs, **kwargs)
+        if not self._hook_is_settled:
+            self._use_average_hook()
+        self._parameter_watch.check()
+        output = super().forward(*inputs, **kwargs)
+        if self.require_backward_grad_sync:
+            self._backward_watch.forward_ended(output)
+        return output
+
+    # ---- pickling ---------------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        for name in ("_parameter_watch", "_backward_watch"):
+            state.pop(name, None)
+        state["_hook_is_settled"] = False
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._parameter_watch = ParameterWatch(self.module, self.parameters_to_ignore)
+        self._backward_watch = BackwardWatch(self)
+
+
+def _for_this_torch(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Leaves out arguments that an older torch does not know, unless they were given a value."""
+    known = {name: value for name, value in arguments.items() if name in _TORCH_ARGUMENTS}
+    asked = [name for name in arguments.keys() - known.keys() if arguments[name] not in (None, False)]
+    if asked:
+        raise InvalidArgument(f"torch {torch.__version__} has no DDP argument {', '.join(sorted(asked))}")
+    return known

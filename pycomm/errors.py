@@ -1,0 +1,29 @@
+"""What pycomm raises. Every message names rank, operation, sizes and what to do."""
+
+from __future__ import annotations
+
+import builtins
+
+
+class Error(RuntimeError):
+    """Base of all pycomm errors; raised itself for failures of the system (memory, sockets)."""
+
+
+class InvalidArgument(Error, ValueError):
+    """The call itself is wrong. Raised on the calling rank before anything is sent."""
+
+
+class MismatchError(Error):
+    """Ranks made different calls. Raised on every rank; the message names both calls."""
+
+
+class TimeoutError(Error, builtins.TimeoutError):
+    """A rank did not arrive in time. The message says which ranks had arrived and which not."""
+
+
+class PeerDiedError(Error):
+    """A peer's process ended, or it left the group, while this rank waited for it."""
+
+
+class AbortedError(Error):
+    """The communicator was aborted, or had ended before this call."""
