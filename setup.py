@@ -1,7 +1,8 @@
 """Builds pycomm's two extension modules with torch's build helper and ninja.
 
-``pycomm._core`` holds the communication core and no torch headers; it includes CUDA kernels where nvcc is found
-(``PYCOMM_CUDA=auto|0|1``). ``pycomm._c10d`` is the thin adapter to torch and is tied to the torch that it is built with.
+``pycomm._core`` holds the communication core and no torch headers; it includes CUDA kernels where
+nvcc is found (``PYCOMM_CUDA=auto|0|1``). ``pycomm._c10d`` is the thin adapter to torch and is tied to
+the torch that it is built with.
 Everything else about the package is in pyproject.toml.
 """
 
@@ -46,13 +47,17 @@ def find_cuda() -> Path | None:
         if (root / "bin/nvcc").exists() and (root / "include/cuda_runtime.h").exists():
             return root
     if wanted == "1":
-        sys.exit("PYCOMM_CUDA=1, but no root with bin/nvcc and include/cuda_runtime.h was found; set CUDA_HOME")
+        sys.exit(
+            "PYCOMM_CUDA=1, but no root with bin/nvcc and include/cuda_runtime.h was found; set CUDA_HOME"
+        )
     return None
 
 
 CUDA = find_cuda()
 if CUDA:
-    os.environ["CUDA_HOME"] = str(CUDA)  # before torch looks for it, which stops at a wrapper script
+    os.environ["CUDA_HOME"] = str(
+        CUDA
+    )  # before torch looks for it, which stops at a wrapper script
 
 try:
     import pybind11

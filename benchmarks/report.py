@@ -35,7 +35,7 @@ COMMUNICATOR = "pycomm.Communicator"
 FLOOR = "fake (dispatch floor)"
 VARIANTS = (GLOO, PYCOMM, COMMUNICATOR, FLOOR)
 
-NEAR_NS = 120.0  # one-way flag latency below which the ranks' cores count as "near" (a shared L3)
+NEAR_NS = 175.0  # one-way flag latency below which the ranks' cores count as "near" (a shared L3)
 
 BUSY_SHARE = 0.1  # CPU time of other processes above which a run is called disturbed
 

@@ -1,4 +1,5 @@
-// Vocabulary shared by host and device code: element types, reduce operations, collective operations.
+// Vocabulary shared by host and device code: element types, reduce operations, collective
+// operations.
 //
 // Every enum is an X-macro table, so that names, sizes and bindings come from one place.
 #pragma once
@@ -24,23 +25,23 @@ inline constexpr size_t kLineBytes = 64;
 inline constexpr size_t kSeparationBytes = 128;
 
 // X(enumerator, name as in torch, bytes of an element)
-#define PYCOMM_DTYPES(X)                                                                \
-  X(kInt8, "int8", 1)                                                                   \
-  X(kUInt8, "uint8", 1)                                                                 \
-  X(kInt16, "int16", 2)                                                                 \
-  X(kUInt16, "uint16", 2)                                                               \
-  X(kInt32, "int32", 4)                                                                 \
-  X(kUInt32, "uint32", 4)                                                               \
-  X(kInt64, "int64", 8)                                                                 \
-  X(kUInt64, "uint64", 8)                                                               \
-  X(kFloat16, "float16", 2)                                                             \
-  X(kBFloat16, "bfloat16", 2)                                                           \
-  X(kFloat32, "float32", 4)                                                             \
-  X(kFloat64, "float64", 8)                                                             \
-  X(kComplex64, "complex64", 8)                                                         \
-  X(kComplex128, "complex128", 16)                                                      \
-  X(kBool, "bool", 1)                                                                   \
-  X(kFloat8E4M3, "float8_e4m3fn", 1)                                                    \
+#define PYCOMM_DTYPES(X)             \
+  X(kInt8, "int8", 1)                \
+  X(kUInt8, "uint8", 1)              \
+  X(kInt16, "int16", 2)              \
+  X(kUInt16, "uint16", 2)            \
+  X(kInt32, "int32", 4)              \
+  X(kUInt32, "uint32", 4)            \
+  X(kInt64, "int64", 8)              \
+  X(kUInt64, "uint64", 8)            \
+  X(kFloat16, "float16", 2)          \
+  X(kBFloat16, "bfloat16", 2)        \
+  X(kFloat32, "float32", 4)          \
+  X(kFloat64, "float64", 8)          \
+  X(kComplex64, "complex64", 8)      \
+  X(kComplex128, "complex128", 16)   \
+  X(kBool, "bool", 1)                \
+  X(kFloat8E4M3, "float8_e4m3fn", 1) \
   X(kFloat8E5M2, "float8_e5m2", 1)
 
 // X(enumerator, name)
@@ -51,12 +52,12 @@ inline constexpr size_t kSeparationBytes = 128;
   X(kMax, "max")             \
   X(kProduct, "product")
 
-#define PYCOMM_OPERATIONS(X)           \
-  X(kBarrier, "barrier")               \
-  X(kAllReduce, "all_reduce")          \
-  X(kBroadcast, "broadcast")           \
-  X(kAllGather, "all_gather")          \
-  X(kReduceScatter, "reduce_scatter")  \
+#define PYCOMM_OPERATIONS(X)          \
+  X(kBarrier, "barrier")              \
+  X(kAllReduce, "all_reduce")         \
+  X(kBroadcast, "broadcast")          \
+  X(kAllGather, "all_gather")         \
+  X(kReduceScatter, "reduce_scatter") \
   X(kMeasureLatency, "flag_latency")
 
 #define PYCOMM_ALGORITHMS(X) \
@@ -118,7 +119,8 @@ inline RealView real_view(DType dtype) {
   return {dtype, 1};
 }
 
-// Which (dtype, op) pairs can be reduced: the one table behind the checks, the tests and the documentation.
+// Which (dtype, op) pairs can be reduced: the one table behind the checks, the tests and the
+// documentation.
 inline bool can_reduce(DType dtype, ReduceOp op) {
   switch (dtype) {
     case DType::kBool:

@@ -28,8 +28,8 @@ Communicator::Communicator(int rank, int world_size, std::chrono::milliseconds t
 }
 
 void Communicator::check(const Request& request) const {
-  const bool reduces = request.operation == Operation::kAllReduce ||
-                       request.operation == Operation::kReduceScatter;
+  const bool reduces =
+      request.operation == Operation::kAllReduce || request.operation == Operation::kReduceScatter;
   PYCOMM_CHECK(request.count >= 0, kInvalidArgument, "rank ", rank_, ": ", describe(request),
                ": the count is negative");
   PYCOMM_CHECK(!reduces || can_reduce(request.dtype, request.op), kInvalidArgument, "rank ", rank_,
@@ -47,8 +47,9 @@ void Communicator::check(const Request& request) const {
                world_size_, ", not ", request.inputs.size() + request.outputs.size());
 }
 
-// Writing one buffer must not destroy another that is still read or was already written. What works in place: an
-// all_gather's input as its own part of the output, a reduce_scatter's output as its own part of the input.
+// Writing one buffer must not destroy another that is still read or was already written. What works
+// in place: an all_gather's input as its own part of the output, a reduce_scatter's output as its
+// own part of the input.
 void Communicator::check_overlap(const Request& request) const {
   if (request.operation != Operation::kAllGather && request.operation != Operation::kReduceScatter)
     return;
@@ -88,8 +89,8 @@ std::shared_ptr<Pending> Communicator::submit(Request request, bool async,
     execute_in_turn(request);
     return nullptr;
   }
-  auto pending = worker_.enqueue(
-      [this, request = std::move(request), keep_alive = std::move(keep_alive)] {
+  auto pending =
+      worker_.enqueue([this, request = std::move(request), keep_alive = std::move(keep_alive)] {
         execute_in_turn(request);
       });
   if (async) return pending;

@@ -1,7 +1,7 @@
 // The collective seam: what c10d and Python call, and what a transport implements.
 //
-// A call is data (Request). The base class checks it, before anything is sent, and decides which thread runs it; a
-// transport (shm/, later nccl/, p2p/, hier/) executes it.
+// A call is data (Request). The base class checks it, before anything is sent, and decides which
+// thread runs it; a transport (shm/, later nccl/, p2p/, hier/) executes it.
 #pragma once
 
 #include <atomic>
@@ -17,20 +17,23 @@
 
 namespace pycomm {
 
-// One collective operation on one rank. Input and output may be the same memory, but not overlap otherwise.
+// One collective operation on one rank. Input and output may be the same memory, but not overlap
+// otherwise.
 struct Request {
   Operation operation = Operation::kBarrier;
   DType dtype = DType::kFloat32;
   ReduceOp op = ReduceOp::kSum;
   Algorithm algorithm = Algorithm::kAuto;
   int root = 0;
-  // Elements: of the tensor (all_reduce, broadcast), of one rank's input (all_gather) or output (reduce_scatter).
+  // Elements: of the tensor (all_reduce, broadcast), of one rank's input (all_gather) or output
+  // (reduce_scatter).
   int64_t count = 0;
   const void* input = nullptr;
   void* output = nullptr;
-  // The list forms, one pointer per rank, in place of one contiguous buffer of world_size * count elements.
-  std::vector<const void*> inputs;  // reduce_scatter
-  std::vector<void*> outputs;       // all_gather
+  // The list forms, one pointer per rank, in place of one contiguous buffer of world_size * count
+  // elements.
+  std::vector<const void*> inputs;       // reduce_scatter
+  std::vector<void*> outputs;            // all_gather
   std::chrono::milliseconds timeout{0};  // 0: the communicator's
 
   int64_t bytes() const { return count * bytes_of(dtype); }
@@ -57,9 +60,10 @@ class Communicator {
   void set_timeout(std::chrono::milliseconds timeout) { timeout_.store(timeout); }
   virtual const char* transport() const = 0;
 
-  // Runs the request, on the calling thread if it is synchronous and nothing is queued: then null is returned. An
-  // asynchronous one goes to the worker, behind everything queued before it; `keep_alive` is dropped when it is done.
-  // Throws InvalidArgument before anything is sent, otherwise what the operation throws (see error.h).
+  // Runs the request, on the calling thread if it is synchronous and nothing is queued: then null
+  // is returned. An asynchronous one goes to the worker, behind everything queued before it;
+  // `keep_alive` is dropped when it is done. Throws InvalidArgument before anything is sent,
+  // otherwise what the operation throws (see error.h).
   virtual std::shared_ptr<Pending> submit(Request request, bool async,
                                           std::shared_ptr<void> keep_alive);
   // submit() without the choice.

@@ -29,7 +29,8 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// ---- error.h -------------------------------------------------------------------------------------------------------
+// ---- error.h
+// -------------------------------------------------------------------------------------------------------
 
 void set_python_error(const Error& error) {
   static constexpr const char* kClasses[] = {"Error",        "InvalidArgument", "MismatchError",
@@ -49,13 +50,15 @@ void bind_errors() {
   });
 }
 
-// Lets Ctrl-C and other signal handlers end a blocking call. Handlers run on the main thread only; elsewhere this is void.
+// Lets Ctrl-C and other signal handlers end a blocking call. Handlers run on the main thread only;
+// elsewhere this is void.
 void check_signals() {
   py::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
-// ---- common.h ------------------------------------------------------------------------------------------------------
+// ---- common.h
+// ------------------------------------------------------------------------------------------------------
 
 template <class Enum>
 Enum parse(const std::string& text, std::initializer_list<Enum> values, const Caller& caller,
@@ -94,7 +97,8 @@ py::dict support_table() {
 }
 #undef PYCOMM_LIST
 
-// ---- communicator.h ------------------------------------------------------------------------------------------------
+// ---- communicator.h
+// ------------------------------------------------------------------------------------------------
 
 using Timeout = std::optional<milliseconds>;  // none: the communicator's
 
@@ -120,8 +124,8 @@ class PyPending {
   std::shared_ptr<Pending> pending_;  // null: it was done before submit returned
 };
 
-std::unique_ptr<PyPending> submit(Communicator& self, Request request, Timeout timeout,
-                                  bool async, py::object tensors) {
+std::unique_ptr<PyPending> submit(Communicator& self, Request request, Timeout timeout, bool async,
+                                  py::object tensors) {
   request.timeout = timeout.value_or(milliseconds(0));
   std::shared_ptr<void> kept = async ? keep(std::move(tensors)) : nullptr;
   std::shared_ptr<Pending> pending;
@@ -133,15 +137,13 @@ std::unique_ptr<PyPending> submit(Communicator& self, Request request, Timeout t
 }
 
 std::unique_ptr<PyPending> all_reduce(Communicator& self, py::object tensor, const std::string& op,
-                                      const std::string& algorithm, Timeout timeout,
-                                      bool async) {
+                                      const std::string& algorithm, Timeout timeout, bool async) {
   static const std::string kSum = "sum", kAuto = "auto";
   const Caller caller{self.rank(), Operation::kAllReduce};
   Request request;
   request.operation = Operation::kAllReduce;
   request.op = op == kSum ? ReduceOp::kSum : parse_op(op, caller);
-  request.algorithm =
-      algorithm == kAuto ? Algorithm::kAuto : parse_algorithm(algorithm, caller);
+  request.algorithm = algorithm == kAuto ? Algorithm::kAuto : parse_algorithm(algorithm, caller);
   const TensorView view = view_of(tensor, caller);
   request.dtype = view.dtype;
   request.count = view.count;
@@ -162,10 +164,9 @@ std::unique_ptr<PyPending> broadcast(Communicator& self, py::object tensor, int 
 }
 
 // One buffer that holds world_size parts of the size of another.
-void check_parts(const TensorView& whole, const TensorView& part, int parts,
-                 const Caller& caller) {
-  PYCOMM_CHECK(whole.dtype == part.dtype, kInvalidArgument, caller, ": dtypes differ: ",
-               name_of(whole.dtype), " and ", name_of(part.dtype));
+void check_parts(const TensorView& whole, const TensorView& part, int parts, const Caller& caller) {
+  PYCOMM_CHECK(whole.dtype == part.dtype, kInvalidArgument, caller,
+               ": dtypes differ: ", name_of(whole.dtype), " and ", name_of(part.dtype));
   PYCOMM_CHECK(whole.count == part.count * parts, kInvalidArgument, caller, ": one buffer holds ",
                whole.count, " elements, but ", parts, " ranks with ", part.count,
                " elements each need ", part.count * parts);
@@ -219,8 +220,7 @@ std::unique_ptr<PyPending> all_gather(Communicator& self, py::list outputs, py::
 }
 
 std::unique_ptr<PyPending> reduce_scatter(Communicator& self, py::object output, py::list inputs,
-                                          const std::string& op, Timeout timeout,
-                                          bool async) {
+                                          const std::string& op, Timeout timeout, bool async) {
   const Caller caller{self.rank(), Operation::kReduceScatter};
   const TensorView part = view_of(output, caller);
   Request request;
@@ -277,15 +277,16 @@ PeerDiedError or AbortedError on all ranks otherwise, after which the communicat
            "outputs[r] becomes rank r's `input`; all of one size.")
       .def("all_gather_single", &all_gather_single, arg("output"), arg("input"), py::kw_only(),
            arg("timeout") = no_timeout, arg("async_op") = false,
-           "`output` becomes all ranks' `input`, one after another; it may contain `input` in its place.")
+           "`output` becomes all ranks' `input`, one after another; it may contain `input` in its "
+           "place.")
       .def("reduce_scatter", &reduce_scatter, arg("output"), arg("inputs"), arg("op") = "sum",
            py::kw_only(), arg("timeout") = no_timeout, arg("async_op") = false,
            "`output` of rank r becomes the reduction of all ranks' inputs[r].")
       .def("reduce_scatter_single", &reduce_scatter_single, arg("output"), arg("input"),
            arg("op") = "sum", py::kw_only(), arg("timeout") = no_timeout, arg("async_op") = false,
            "`output` of rank r becomes the reduction of the r-th part of all ranks' `input`.")
-      .def("barrier", &barrier, py::kw_only(), arg("timeout") = no_timeout,
-           arg("async_op") = false, "Returns when all ranks have entered it.")
+      .def("barrier", &barrier, py::kw_only(), arg("timeout") = no_timeout, arg("async_op") = false,
+           "Returns when all ranks have entered it.")
       .def("flag_latency_ns", &Communicator::flag_latency_ns,
            py::call_guard<py::gil_scoped_release>(),
            "Collective: one-way latency of a flag between rank 0 and the farthest rank, in ns.")
@@ -293,15 +294,16 @@ PeerDiedError or AbortedError on all ranks otherwise, after which the communicat
            "Ends all operations of all ranks with AbortedError, now and later. From any thread.")
       .def("shutdown", &Communicator::shutdown, py::call_guard<py::gil_scoped_release>(),
            "Finishes what is queued and leaves the group.")
-      .def("stats",
-           [](const Communicator& self) {
-             const Stats stats = self.stats();
-             py::dict result;
-             result["operations"] = stats.operations;
-             result["bytes"] = stats.bytes;
-             return result;
-           },
-           "Operations and bytes of user tensors so far.")
+      .def(
+          "stats",
+          [](const Communicator& self) {
+            const Stats stats = self.stats();
+            py::dict result;
+            result["operations"] = stats.operations;
+            result["bytes"] = stats.bytes;
+            return result;
+          },
+          "Operations and bytes of user tensors so far.")
       .def("_address",  // for pycomm._c10d, which shares the object: a pointer to a std::shared_ptr
            [](const std::shared_ptr<Communicator>& self) {
              return py::capsule(new std::shared_ptr<Communicator>(self), kCapsule,
@@ -318,7 +320,8 @@ PeerDiedError or AbortedError on all ranks otherwise, after which the communicat
       arg("address"), "The communicator that pycomm._c10d shares.");
 }
 
-// ---- shm/ ----------------------------------------------------------------------------------------------------------
+// ---- shm/
+// ----------------------------------------------------------------------------------------------------------
 
 Streaming parse_streaming(const std::string& text) {
   if (text == "auto") return Streaming::kAuto;
@@ -350,20 +353,23 @@ void bind_shm(py::module_& m) {
            arg("world_size"), py::kw_only(), arg("slot_bytes"), arg("slots"), arg("streaming"),
            arg("spin_polls"))
       .def_property_readonly("address", &ShmOffer::address, "What the other ranks need to join.")
-      .def("accept",
-           [](ShmOffer& self, milliseconds timeout) {
-             return make_communicator(self.accept(timeout, check_signals), 0, timeout);
-           },
-           arg("timeout"), Release(), "Waits for all ranks; returns rank 0's communicator.");
-  m.def("join_shm",
-        [](const std::string& address, int rank, milliseconds timeout) {
-          return make_communicator(join_shm(address, rank, timeout, check_signals), rank, timeout);
-        },
-        arg("address"), arg("rank"), arg("timeout"), Release(),
-        "Joins the segment that rank 0 offers; returns this rank's communicator.");
+      .def(
+          "accept",
+          [](ShmOffer& self, milliseconds timeout) {
+            return make_communicator(self.accept(timeout, check_signals), 0, timeout);
+          },
+          arg("timeout"), Release(), "Waits for all ranks; returns rank 0's communicator.");
+  m.def(
+      "join_shm",
+      [](const std::string& address, int rank, milliseconds timeout) {
+        return make_communicator(join_shm(address, rank, timeout, check_signals), rank, timeout);
+      },
+      arg("address"), arg("rank"), arg("timeout"), Release(),
+      "Joins the segment that rank 0 offers; returns this rank's communicator.");
 }
 
-// ---- kernels/ ------------------------------------------------------------------------------------------------------
+// ---- kernels/
+// ------------------------------------------------------------------------------------------------------
 
 void bind_kernels(py::module_& m) {
   m.def("instruction_set", &instruction_set, "The CPU kernels in use: avx512, avx2 or generic.");

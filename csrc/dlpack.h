@@ -1,5 +1,6 @@
-// The part of the DLPack 1.x binary interface that pycomm consumes, so that any array library's tensors can be passed
-// without its headers. Field order and meaning are the standard's (https://dmlc.github.io/dlpack).
+// The part of the DLPack 1.x binary interface that pycomm consumes, so that any array library's
+// tensors can be passed without its headers. Field order and meaning are the standard's
+// (https://dmlc.github.io/dlpack).
 #pragma once
 
 #include <cstdint>
@@ -47,14 +48,16 @@ struct ManagedTensor {
   void* context;
   void (*deleter)(ManagedTensor*);
 };
-// The table behind type(x).__dlpack_c_exchange_api__ ("dlpack_exchange_api"): conversions without Python calls.
+// The table behind type(x).__dlpack_c_exchange_api__ ("dlpack_exchange_api"): conversions without
+// Python calls.
 struct ExchangeApi {
   Version version;
   ExchangeApi* older;
   void* managed_tensor_allocator;
   void* managed_tensor_from_object;
   void* managed_tensor_to_object;
-  int (*borrow)(void* object, Tensor* out);  // valid while the object lives; -1: a Python exception is set
+  int (*borrow)(void* object,
+                Tensor* out);  // valid while the object lives; -1: a Python exception is set
   void* current_work_stream;
 };
 

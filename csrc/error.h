@@ -12,7 +12,14 @@
 namespace pycomm {
 
 // Each kind is a class of pycomm.errors: Error, InvalidArgument, MismatchError, TimeoutError, ...
-enum class ErrorKind : uint8_t { kError, kInvalidArgument, kMismatch, kTimeout, kPeerDied, kAborted };
+enum class ErrorKind : uint8_t {
+  kError,
+  kInvalidArgument,
+  kMismatch,
+  kTimeout,
+  kPeerDied,
+  kAborted
+};
 
 class Error : public std::runtime_error {
  public:
@@ -33,10 +40,10 @@ std::string concat(const Parts&... parts) {
 }  // namespace pycomm
 
 // Throws Error(kind, concat(...)) unless the condition holds. The message is built only on failure.
-#define PYCOMM_CHECK(condition, kind, ...)                                                      \
-  do {                                                                                          \
-    if (__builtin_expect(!(condition), 0))                                                      \
-      throw ::pycomm::Error(::pycomm::ErrorKind::kind, ::pycomm::concat(__VA_ARGS__));          \
+#define PYCOMM_CHECK(condition, kind, ...)                                             \
+  do {                                                                                 \
+    if (__builtin_expect(!(condition), 0))                                             \
+      throw ::pycomm::Error(::pycomm::ErrorKind::kind, ::pycomm::concat(__VA_ARGS__)); \
   } while (0)
 
 // The same for a system call whose failure left its reason in errno.

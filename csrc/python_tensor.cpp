@@ -31,14 +31,22 @@ bool to_dtype(const dlpack::DataType& type, DType* dtype) {
     DType dtype;
   };
   static constexpr Row kTable[] = {
-      {dlpack::kInt, 8, DType::kInt8},           {dlpack::kInt, 16, DType::kInt16},
-      {dlpack::kInt, 32, DType::kInt32},         {dlpack::kInt, 64, DType::kInt64},
-      {dlpack::kUInt, 8, DType::kUInt8},         {dlpack::kUInt, 16, DType::kUInt16},
-      {dlpack::kUInt, 32, DType::kUInt32},       {dlpack::kUInt, 64, DType::kUInt64},
-      {dlpack::kFloat, 16, DType::kFloat16},     {dlpack::kFloat, 32, DType::kFloat32},
-      {dlpack::kFloat, 64, DType::kFloat64},     {dlpack::kBFloat, 16, DType::kBFloat16},
-      {dlpack::kComplex, 64, DType::kComplex64}, {dlpack::kComplex, 128, DType::kComplex128},
-      {dlpack::kBool, 8, DType::kBool},          {dlpack::kFloat8E4M3FN, 8, DType::kFloat8E4M3},
+      {dlpack::kInt, 8, DType::kInt8},
+      {dlpack::kInt, 16, DType::kInt16},
+      {dlpack::kInt, 32, DType::kInt32},
+      {dlpack::kInt, 64, DType::kInt64},
+      {dlpack::kUInt, 8, DType::kUInt8},
+      {dlpack::kUInt, 16, DType::kUInt16},
+      {dlpack::kUInt, 32, DType::kUInt32},
+      {dlpack::kUInt, 64, DType::kUInt64},
+      {dlpack::kFloat, 16, DType::kFloat16},
+      {dlpack::kFloat, 32, DType::kFloat32},
+      {dlpack::kFloat, 64, DType::kFloat64},
+      {dlpack::kBFloat, 16, DType::kBFloat16},
+      {dlpack::kComplex, 64, DType::kComplex64},
+      {dlpack::kComplex, 128, DType::kComplex128},
+      {dlpack::kBool, 8, DType::kBool},
+      {dlpack::kFloat8E4M3FN, 8, DType::kFloat8E4M3},
       {dlpack::kFloat8E5M2, 8, DType::kFloat8E5M2},
   };
   for (const Row& row : kTable)
@@ -68,19 +76,21 @@ TensorView checked_view(const dlpack::Tensor& tensor, const Caller& caller) {
   return view;
 }
 
-// The exchange table of an object's type, remembered for the last type seen: nearly always torch.Tensor.
+// The exchange table of an object's type, remembered for the last type seen: nearly always
+// torch.Tensor.
 const dlpack::ExchangeApi* exchange_api(PyTypeObject* type) {
   static PyTypeObject* known_type = nullptr;  // guarded by the GIL
   static const dlpack::ExchangeApi* known_api = nullptr;
   if (type == known_type) return known_api;
   const dlpack::ExchangeApi* api = nullptr;
-  py::object capsule = py::getattr(reinterpret_cast<PyObject*>(type), "__dlpack_c_exchange_api__",
-                                   py::none());
+  py::object capsule =
+      py::getattr(reinterpret_cast<PyObject*>(type), "__dlpack_c_exchange_api__", py::none());
   if (PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api"))
     api = static_cast<const dlpack::ExchangeApi*>(
         PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
   if (api && (api->version.major != 1 || !api->borrow)) api = nullptr;
-  if (PyType_HasFeature(type, Py_TPFLAGS_HEAPTYPE)) Py_INCREF(type);  // so that its address stays its own
+  if (PyType_HasFeature(type, Py_TPFLAGS_HEAPTYPE))
+    Py_INCREF(type);  // so that its address stays its own
   known_type = type;
   known_api = api;
   return api;
@@ -100,8 +110,8 @@ TensorView view_of(const py::handle& object, const Caller& caller) {
   try {
     // The object owns the memory: the capsule may go at once.
     py::object capsule = object.attr("__dlpack__")();
-    auto* managed = static_cast<dlpack::ManagedTensor*>(
-        PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
+    auto* managed =
+        static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
     if (!managed) throw py::error_already_set();
     return checked_view(managed->tensor, caller);
   } catch (const py::error_already_set& error) {

@@ -25,8 +25,8 @@ struct Caller {
 };
 std::ostream& operator<<(std::ostream& stream, const Caller& caller);
 
-// Raises InvalidArgument for a tensor that is not on the CPU, not contiguous (row-major), or of an unknown dtype. The view
-// is valid while the object lives.
+// Raises InvalidArgument for a tensor that is not on the CPU, not contiguous (row-major), or of an
+// unknown dtype. The view is valid while the object lives.
 TensorView view_of(const pybind11::handle& object, const Caller& caller);
 
 }  // namespace pycomm

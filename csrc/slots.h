@@ -1,16 +1,18 @@
 // The memory seam: how one rank's bytes become visible to another.
 //
-// Every rank owns a queue of slots, cells of equal size that all peers can read. A tensor travels as a sequence of
-// chunks, each in the slot `chunk % slots`; a chunk goes through stages, and for each stage a rank keeps a counter of the
-// chunks it has finished, which peers wait for. An algorithm (algorithms/*.h) is written in these verbs and nothing else:
+// Every rank owns a queue of slots, cells of equal size that all peers can read. A tensor travels
+// as a sequence of chunks, each in the slot `chunk % slots`; a chunk goes through stages, and for
+// each stage a rank keeps a counter of the chunks it has finished, which peers wait for. An
+// algorithm (algorithms/*.h) is written in these verbs and nothing else:
 //
-//   acquire(chunk)             wait until my slot for `chunk` is free again: all its readers have drained its last tenant
-//   mine(chunk), of(peer, chunk)   the slot's bytes; only `mine` may be written
-//   post(stage, chunk)         announce that I finished `stage` of `chunk` (and of all before it); releases my writes
-//   await(peer, stage, chunk)  wait until `peer` has posted that; acquires its writes
-//   rank(), world_size(), slot_bytes(), slots()
+//   acquire(chunk)             wait until my slot for `chunk` is free again: all its readers have
+//   drained its last tenant mine(chunk), of(peer, chunk)   the slot's bytes; only `mine` may be
+//   written post(stage, chunk)         announce that I finished `stage` of `chunk` (and of all
+//   before it); releases my writes await(peer, stage, chunk)  wait until `peer` has posted that;
+//   acquires its writes rank(), world_size(), slot_bytes(), slots()
 //
-// Every wait ends by data, deadline, abort or a peer's death. shm/shm_slots.h implements the verbs over shared memory.
+// Every wait ends by data, deadline, abort or a peer's death. shm/shm_slots.h implements the verbs
+// over shared memory.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +21,8 @@
 
 namespace pycomm {
 
-// Stages of a chunk, in order. An algorithm may skip `reduced`; it must end with `drained` for every chunk.
+// Stages of a chunk, in order. An algorithm may skip `reduced`; it must end with `drained` for
+// every chunk.
 enum class Stage : int {
   kFilled,   // my contribution lies in my slot
   kReduced,  // a result that peers may read lies in my slot
@@ -40,7 +43,8 @@ struct Chunks {
   }
 };
 
-// The part of `count` elements that rank `part` of `parts` reduces; parts begin at multiples of `granule` elements.
+// The part of `count` elements that rank `part` of `parts` reduces; parts begin at multiples of
+// `granule` elements.
 struct Shard {
   int64_t begin;
   int64_t count;
@@ -52,8 +56,8 @@ inline Shard shard_of(int64_t count, int parts, int part, int64_t granule) {
   return {begin, end - begin};
 }
 
-// Runs the stages of all chunks as a software pipeline: at each step, stage s works on the chunk that is s * lag behind,
-// so that what a later stage waits for was started early enough.
+// Runs the stages of all chunks as a software pipeline: at each step, stage s works on the chunk
+// that is s * lag behind, so that what a later stage waits for was started early enough.
 template <class First, class Second>
 void pipeline(int64_t chunks, int64_t lag, First&& first, Second&& second) {
   for (int64_t step = 0; step < chunks + lag; ++step) {

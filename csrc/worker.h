@@ -1,5 +1,6 @@
-// The communicator's own thread, for asynchronous operations: one queue, first in first out. It starts with the first
-// operation handed to it, so a communicator that is only used synchronously costs no thread.
+// The communicator's own thread, for asynchronous operations: one queue, first in first out. It
+// starts with the first operation handed to it, so a communicator that is only used synchronously
+// costs no thread.
 #pragma once
 
 #include <atomic>
@@ -15,8 +16,8 @@
 
 namespace pycomm {
 
-// An operation handed to the worker: finished, failed, or still to come. What pycomm._c10d calls is virtual, since that
-// module is not linked with this one.
+// An operation handed to the worker: finished, failed, or still to come. What pycomm._c10d calls is
+// virtual, since that module is not linked with this one.
 class Pending {
  public:
   explicit Pending(std::function<void()> work) : work_(std::move(work)) {}
@@ -25,7 +26,8 @@ class Pending {
   bool is_done() const;
   // The failure, or null; also null while it is not done.
   std::exception_ptr exception() const;
-  // False if the time ran out first. Does not throw what the operation threw. Zero or less: no limit.
+  // False if the time ran out first. Does not throw what the operation threw. Zero or less: no
+  // limit.
   bool wait(std::chrono::milliseconds at_most) const;
   // Called when the operation is done, on the worker, or at once if it is already.
   virtual void on_done(std::function<void(std::exception_ptr)> callback);

@@ -1,7 +1,7 @@
 """pycomm: the communication layer under PyTorch training.
 
-``import pycomm`` registers the torch.distributed backend ``"pycomm"``; ``pycomm.DistributedDataParallel`` takes the place of
-torch's class. See README.md.
+``import pycomm`` registers the torch.distributed backend ``"pycomm"``;
+``pycomm.DistributedDataParallel`` takes the place of torch's class. See README.md.
 """
 
 from pycomm.backend import create_communicator, get_communicator, register

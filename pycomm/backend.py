@@ -22,9 +22,14 @@ OFFER_KEY = "pycomm/offer"
 class Store(Protocol):
     """What the rendezvous needs of a torch.distributed Store."""
 
-    def set(self, key: str, value: str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
+    def set(self, key: str, value: str, /) -> None:
+        """Publishes a value."""
+
+    def get(self, key: str, /) -> bytes:
+        """Returns a value, once it is there."""
+
+    def wait(self, keys: list[str], timeout: timedelta, /) -> None:
+        """Blocks until the keys are there; RuntimeError when the time is out."""
 
 
 def create_communicator(
@@ -90,10 +95,14 @@ def get_communicator(group: dist.ProcessGroup | None = None) -> Communicator:
     """
     group = group or dist.group.WORLD
     if group is None:
-        raise InvalidArgument("there is no default process group; call init_process_group('pycomm')")
+        raise InvalidArgument(
+            "there is no default process group; call init_process_group('pycomm')"
+        )
     communicator = find_communicator(group)
     if communicator is None:
-        raise InvalidArgument(f"the group's CPU backend is not pycomm but {dist.get_backend(group)}")
+        raise InvalidArgument(
+            f"the group's CPU backend is not pycomm but {dist.get_backend(group)}"
+        )
     return communicator
 
 

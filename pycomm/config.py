@@ -12,7 +12,9 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any
 
-BUILD_VARIABLES = {"PYCOMM_CUDA": "Build only: auto, 0 or 1; whether setup.py compiles the CUDA kernels."}
+BUILD_VARIABLES = {
+    "PYCOMM_CUDA": "Build only: auto, 0 or 1; whether setup.py compiles the CUDA kernels."
+}
 TEST_VARIABLES = {
     "PYCOMM_TEST_DDP": "Tests only: `torch` runs the DDP contract tests against torch's own class."
 }
@@ -55,7 +57,9 @@ class Config:
         known = cls.variables()
         for name in environment:
             if name.startswith("PYCOMM_") and name not in known:
-                warnings.warn(f"unknown variable {name}; known are {', '.join(known)}", stacklevel=2)
+                warnings.warn(
+                    f"unknown variable {name}; known are {', '.join(known)}", stacklevel=2
+                )
         values: dict[str, Any] = {}
         for f in fields(cls):
             text = environment.get(f"PYCOMM_{f.name.upper()}")
@@ -64,7 +68,9 @@ class Config:
             try:
                 values[f.name] = int(text) if f.type == "int" else text
             except ValueError:
-                raise ValueError(f"PYCOMM_{f.name.upper()} must be an integer, not {text!r}") from None
+                raise ValueError(
+                    f"PYCOMM_{f.name.upper()} must be an integer, not {text!r}"
+                ) from None
         return cls(**values)
 
     def __post_init__(self) -> None:
@@ -87,7 +93,9 @@ def config() -> Config:
 def table() -> str:
     """The variables as a markdown table."""
     defaults = {f"PYCOMM_{f.name.upper()}": f.default for f in fields(Config)}
-    rows = [f"| `{n}` | `{defaults.get(n, '')}` | {about} |" for n, about in Config.variables().items()]
+    rows = [
+        f"| `{n}` | `{defaults.get(n, '')}` | {about} |" for n, about in Config.variables().items()
+    ]
     return "\n".join(["| variable | default | meaning |", "|---|---|---|", *rows])
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -89,6 +91,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     # ---- communication ----------------------------------------------------------------------------------------------
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
+        """As torch's; the hook takes the place of pycomm's averaging."""
         super().register_comm_hook(state, hook)
         self._hook_is_settled = True
 
@@ -117,7 +120,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         communicator = find_communicator(self.process_group)
         if communicator is not None:
             c10d.register_average_hook(
-                self.reducer, communicator._address(), async_op=self._overlaps(communicator.world_size)
+                self.reducer,
+                communicator._address(),
+                async_op=self._overlaps(communicator.world_size),
             )
 
     def _overlaps(self, world_size: int) -> bool:
@@ -129,14 +134,23 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     # ---- torch's hooks into the class -------------------------------------------------------------------------------
 
-    def _build_params_for_reducer(self) -> Any:
-        """As torch's, which looks for an ignored parameter ``w`` of the root module under the name ``.w``."""
+    @contextmanager
+    def _ignored_names_of_root(self) -> Iterator[None]:
+        """torch looks for an ignored parameter ``w`` of the root module under the name ``.w``, and never finds it."""
         ignored = self.parameters_to_ignore
         self.parameters_to_ignore = ignored | {f".{name}" for name in ignored if "." not in name}
         try:
-            return super()._build_params_for_reducer()
+            yield
         finally:
             self.parameters_to_ignore = ignored
+
+    def _build_params_for_reducer(self) -> Any:
+        with self._ignored_names_of_root():
+            return super()._build_params_for_reducer()
+
+    def _build_debug_param_to_name_mapping(self, parameters: Any) -> Any:
+        with self._ignored_names_of_root():
+            return super()._build_debug_param_to_name_mapping(parameters)
 
     def _check_sync_bufs_pre_fwd(self) -> bool:
         return torch.is_grad_enabled() and super()._check_sync_bufs_pre_fwd()
@@ -145,8 +159,15 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         return torch.is_grad_enabled() and super()._check_sync_bufs_post_fwd()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        """Runs the module; with grad enabled, after synchronising its buffers and before reducing gradients."""
+        if torch.compiler.is_compiling():
             return super().forward(*inputs, **kwargs)
+        if not torch.is_grad_enabled():
+            # One rank may evaluate alone, so this forward must not change what the next one synchronises.
+            sync = self.require_forward_param_sync
+            output = super().forward(*inputs, **kwargs)
+            self.require_forward_param_sync = sync
+            return output
         if not self._hook_is_settled:
             self._use_average_hook()
         self._parameter_watch.check()
@@ -173,7 +194,11 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 def _for_this_torch(arguments: dict[str, Any]) -> dict[str, Any]:
     """Leaves out arguments that an older torch does not know, unless they were given a value."""
     known = {name: value for name, value in arguments.items() if name in _TORCH_ARGUMENTS}
-    asked = [name for name in arguments.keys() - known.keys() if arguments[name] not in (None, False)]
+    asked = [
+        name for name in arguments.keys() - known.keys() if arguments[name] not in (None, False)
+    ]
     if asked:
-        raise InvalidArgument(f"torch {torch.__version__} has no DDP argument {', '.join(sorted(asked))}")
+        raise InvalidArgument(
+            f"torch {torch.__version__} has no DDP argument {', '.join(sorted(asked))}"
+        )
     return known

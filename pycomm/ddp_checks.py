@@ -1,14 +1,13 @@
 """What DistributedDataParallel checks so that gradients never differ between ranks in silence.
 
-At construction: all ranks wrap the same model. At each forward: the parameters are still those that were wrapped. At each
-backward: every gradient that was computed was also reduced.
+At construction: all ranks wrap the same model. At each forward: the parameters are still those that
+were wrapped. At each backward: every gradient that was computed was also reduced.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import re
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,9 @@ from torch.nn.parameter import UninitializedParameter
 from pycomm.errors import InvalidArgument, MismatchError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+    from torch.utils.hooks import RemovableHandle
 
     from pycomm.ddp import DistributedDataParallel
 
@@ -33,8 +34,8 @@ def check_models_agree(
 ) -> None:
     """Collective: raises MismatchError on every rank if the ranks' parameters differ.
 
-    Compared are number, names, shapes, strides, dtypes and requires_grad, in order. Costs two small all-gathers, and two
-    more if something differs.
+    Compared are number, names, shapes, strides, dtypes and requires_grad, in order. Costs a small
+    all-gather, and two more if something differs.
     """
     group = _group_of(process_group, device_mesh)
     if group is None or any(isinstance(p, UninitializedParameter) for p in module.parameters()):
@@ -55,7 +56,9 @@ def check_models_agree(
     raise MismatchError(_first_difference([json.loads(text) for text in texts], group))
 
 
-def _group_of(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup | None:
+def _group_of(
+    process_group: dist.ProcessGroup | None, device_mesh: Any
+) -> dist.ProcessGroup | None:
     """The group that torch's constructor will use, or None if it will refuse the arguments."""
     if process_group is not None:
         return process_group if device_mesh is None else None
@@ -67,7 +70,10 @@ def _group_of(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist
 def _describe_parameters(module: nn.Module) -> list[list[str]]:
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     return [
-        [name, f"shape {list(p.shape)}, strides {_strides(p)}, {p.dtype}, requires_grad={p.requires_grad}"]
+        [
+            name,
+            f"shape {list(p.shape)}, strides {_strides(p)}, {p.dtype}, requires_grad={p.requires_grad}",
+        ]
         for name, p in module.named_parameters()
         if name not in ignored
     ]
@@ -93,7 +99,9 @@ def _first_difference(models: list[list[list[str]]], group: dist.ProcessGroup) -
         rows = [model[index] if index < len(model) else None for model in models]
         if all(row == rows[0] for row in rows):
             continue
-        texts = [f"rank {r}: {f'{row[0]} ({row[1]})' if row else 'none'}" for r, row in enumerate(rows)]
+        texts = [
+            f"rank {r}: {f'{row[0]} ({row[1]})' if row else 'none'}" for r, row in enumerate(rows)
+        ]
         return (
             f"rank {rank}: the ranks wrap different models, with {', '.join(str(len(m)) for m in models)} parameters; "
             f"parameter {index} is on {'; '.join(texts)}. Build the same model on every rank."
@@ -109,7 +117,15 @@ class ParameterWatch:
 
     def __init__(self, module: nn.Module, ignored: set[str]) -> None:
         self._entries = [
-            (f"{prefix}.{key}" if prefix else key, owner._parameters, key, p, p.requires_grad, p.dtype, p.device)
+            (
+                f"{prefix}.{key}" if prefix else key,
+                owner._parameters,
+                key,
+                p,
+                p.requires_grad,
+                p.dtype,
+                p.device,
+            )
             for prefix, owner in module.named_modules()
             for key, p in owner._parameters.items()
             if p is not None and (f"{prefix}.{key}" if prefix else key) not in ignored
@@ -139,70 +155,78 @@ class ParameterWatch:
 class BackwardWatch:
     """Notices gradients that were computed but not reduced.
 
-    The Reducer is armed by a synchronised forward and done when all its buckets are. Hooks on the forward's outputs tell
-    when a backward begins, an engine callback when it has ended. Not used with static_graph, where the Reducer itself
-    watches.
+    The Reducer is armed by a synchronised forward and done when all its buckets are. Hooks on the
+    forward's outputs tell when a backward begins, hooks on the parameters which gradients it
+    accumulates, an engine callback when it has ended. Not used with static_graph, where the Reducer
+    itself watches.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp = weakref.ref(ddp)
         self._armed = False
-        self._reached: list[torch.autograd.graph.Node] = []  # outputs that this backward came through
-        self._callback_is_queued = False
+        self._reached: list[
+            torch.autograd.graph.Node
+        ] = []  # outputs that this backward came through
+        self._accumulated: set[int] = set()  # ids of the parameters whose gradients it added to
+        parameters = ddp._build_params_for_reducer()[0]
+        handles = [p.register_post_accumulate_grad_hook(self._noted()) for p in parameters]
+        weakref.finalize(ddp, _remove_all, handles)
+
+    def _noted(self) -> Callable[[torch.Tensor], None]:
+        accumulated = self._accumulated
+        return lambda parameter: accumulated.add(id(parameter))
 
     def forward_ended(self, output: Any) -> None:
+        """To be called after every synchronised forward, with what it returned."""
         ddp = self._ddp()
         if ddp is None or ddp.static_graph or ddp._use_python_reducer:
             return
         self._armed = True
-        self._callback_is_queued = False
+        self._reached = []
         for tensor in torch.nn.parallel.distributed._find_tensors(output):
             if tensor.requires_grad and tensor.grad_fn is not None:
                 node = tensor.grad_fn
                 tensor.register_hook(lambda grad, node=node: self._backward_reached(node))
 
     def _backward_reached(self, node: torch.autograd.graph.Node) -> None:
-        if not self._armed:
-            raise RuntimeError(
-                f"rank {dist.get_rank()}: backward() through a forward whose gradients DistributedDataParallel has already "
-                f"reduced; the new gradients of {self._names()} would stay local. Call forward again before each "
-                "backward, or add the losses and call backward once."
-            )
-        self._reached.append(node)
-        if not self._callback_is_queued:
-            self._callback_is_queued = True
+        if not self._reached:
+            self._accumulated.clear()
             engine = torch.autograd.Variable._execution_engine
             # Twice, so that it runs behind the Reducer's own callback, which is queued during backward.
             engine.queue_callback(lambda: engine.queue_callback(self._backward_ended))
+        self._reached.append(node)
 
     def _backward_ended(self) -> None:
         ddp, reached, self._reached = self._ddp(), self._reached, []
-        self._callback_is_queued = False
-        if ddp is None:
+        if ddp is None or not self._accumulated:  # torch.autograd.grad accumulates nothing
             return
+        if not self._armed:
+            raise RuntimeError(
+                f"rank {dist.get_rank()}: backward() through a forward whose gradients "
+                "DistributedDataParallel had already reduced; the new gradients of "
+                f"{self._names(ddp)} are local. Call forward again before each backward, or add "
+                "the losses and call backward once."
+            )
         try:
             ddp.reducer._check_reducer_finalized()
             self._armed = False
-        except RuntimeError as error:
-            self._refuse_partial_reduction(ddp, str(error), reached)
+        except RuntimeError:
+            self._refuse_partial_reduction(ddp, reached)
 
     def _refuse_partial_reduction(
-        self, ddp: DistributedDataParallel, report: str, reached: list[torch.autograd.graph.Node]
+        self, ddp: DistributedDataParallel, reached: list[torch.autograd.graph.Node]
     ) -> None:
         """Raises if gradients were left out that this backward could have computed.
 
         Parameters that it could not reach may belong to a second loss, with a backward of its own; if not, torch's next
         forward says so.
         """
-        parameters = ddp._build_params_for_reducer()[0]
-        listed = re.search(r"did not receive grad for rank \d+:([\d ]+)", report)
-        without_grad = {int(index) for index in listed.group(1).split()} if listed else set()
         reachable = {id(variable) for variable in _leaves(reached)}
         names = {id(p): name for name, p in ddp.module.named_parameters()}
         left_out = [
-            names.get(id(p), str(index))
-            for index, p in enumerate(parameters)
-            if index in without_grad and (ddp.find_unused_parameters or id(p) in reachable)
+            names.get(id(p), "?")
+            for p in ddp._build_params_for_reducer()[0]
+            if id(p) not in self._accumulated and (ddp.find_unused_parameters or id(p) in reachable)
         ]
         if left_out:
             raise RuntimeError(
@@ -211,10 +235,14 @@ class BackwardWatch:
                 "inputs= to backward(), and return only tensors in tuples, lists and dicts from forward."
             )
 
-    def _names(self) -> str:
-        ddp = self._ddp()
-        names = [n for n, p in ddp.module.named_parameters() if p.requires_grad] if ddp else []
+    def _names(self, ddp: DistributedDataParallel) -> str:
+        names = [n for n, p in ddp.module.named_parameters() if id(p) in self._accumulated]
         return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _remove_all(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def _leaves(nodes: list[torch.autograd.graph.Node]) -> Iterator[torch.Tensor]:

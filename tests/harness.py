@@ -37,7 +37,7 @@ from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any, ClassVar, Final, TypeVar
 
-import cloudpickle  # type: ignore[import-untyped]
+import cloudpickle
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -298,7 +298,7 @@ def _rank_main(job: _Job, sender: connection.Connection) -> None:
     trace = Path(job.folder, f"new.{job.rank}").open("w")  # noqa: SIM115  (open to the end)
     faulthandler.enable(trace)
     faulthandler.register(signal.SIGUSR1, trace)
-    os.rename(trace.name, job.trace)
+    Path(trace.name).rename(job.trace)
     try:
         result = _work(job)
         if dist.is_initialized():

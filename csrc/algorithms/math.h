@@ -1,4 +1,5 @@
-// What an algorithm computes with: the element type and operation of one collective, bound to the CPU kernels.
+// What an algorithm computes with: the element type and operation of one collective, bound to the
+// CPU kernels.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +18,8 @@ class Math {
 
   int64_t element_bytes() const { return bytes_of(dtype_); }
   int64_t partial_bytes() const { return accumulator_bytes(dtype_, op_); }
-  // Elements in a cache line: shards begin at multiples of it, so that ranks never write the same line.
+  // Elements in a cache line: shards begin at multiples of it, so that ranks never write the same
+  // line.
   int64_t granule() const { return static_cast<int64_t>(kLineBytes) / element_bytes(); }
 
   void copy_to_slot(char* slot, const char* source, int64_t count) const {
@@ -38,7 +40,8 @@ class Math {
     reduce(call);
   }
 
-  // One step along a ring: partial (null at rank 0) op contribution -> `next_partial`, or the finished result.
+  // One step along a ring: partial (null at rank 0) op contribution -> `next_partial`, or the
+  // finished result.
   void reduce_partial(const char* partial, const char* contribution, char* next_partial,
                       int64_t count) const {
     step(partial, contribution, next_partial, nullptr, true, count);

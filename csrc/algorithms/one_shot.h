@@ -1,7 +1,8 @@
 // one_shot: every rank publishes its whole contribution, and every rank reads all of them.
 //
-// One synchronisation per chunk, but n times the reading: the algorithm for short messages. Messages that fit beside the
-// operation's header do not even come here (shm_communicator.cpp: eager).
+// One synchronisation per chunk, but n times the reading: the algorithm for short messages.
+// Messages that fit beside the operation's header do not even come here (shm_communicator.cpp:
+// eager).
 #pragma once
 
 #include <cstdint>

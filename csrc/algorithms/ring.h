@@ -1,10 +1,11 @@
 // ring: every rank reads from its left neighbour only.
 //
-// The textbook ring reduces each shard in an order that depends on which shard it is, so bits would change with the bucket
-// split. This one keeps rank order: a chunk's partial sum starts at rank 0 and travels right, each rank adding its own
-// contribution; the last rank finishes it and sends the result round once more. Partials travel in the accumulator type, so
-// 16-bit floats are rounded once. Each link carries at most 2 N elements against the textbook's 2 N (n-1)/n; chunks
-// follow each other, so all links are busy.
+// The textbook ring reduces each shard in an order that depends on which shard it is, so bits would
+// change with the bucket split. This one keeps rank order: a chunk's partial sum starts at rank 0
+// and travels right, each rank adding its own contribution; the last rank finishes it and sends the
+// result round once more. Partials travel in the accumulator type, so 16-bit floats are rounded
+// once. Each link carries at most 2 N elements against the textbook's 2 N (n-1)/n; chunks follow
+// each other, so all links are busy.
 #pragma once
 
 #include <cstdint>

@@ -1,9 +1,10 @@
-// two_shot: every rank reduces its own shard of a chunk from all peers (first shot), then everybody reads the finished
-// shards (second shot).
+// two_shot: every rank reduces its own shard of a chunk from all peers (first shot), then everybody
+// reads the finished shards (second shot).
 //
-// The contribution and the result share a slot: a rank contributes every shard but its own, whose place in the slot then
-// takes the result. Contributing chunk k, reducing k-1 and collecting k-2 overlap. Per rank and byte of tensor: one read
-// and one write of the user's memory; the slots stay in cache.
+// The contribution and the result share a slot: a rank contributes every shard but its own, whose
+// place in the slot then takes the result. Contributing chunk k, reducing k-1 and collecting k-2
+// overlap. Per rank and byte of tensor: one read and one write of the user's memory; the slots stay
+// in cache.
 #pragma once
 
 #include <cstdint>
@@ -57,8 +58,8 @@ int64_t two_shot_all_reduce(Slots& slots, const Math& math, const char* input, c
   return chunks.number();
 }
 
-// Reduce-scatter is the first shot alone. A slot is divided into world_size cells, one per receiving rank.
-// inputs(rank): the `count` elements meant for that rank.
+// Reduce-scatter is the first shot alone. A slot is divided into world_size cells, one per
+// receiving rank. inputs(rank): the `count` elements meant for that rank.
 template <class Slots, class Math, class Inputs>
 int64_t two_shot_reduce_scatter(Slots& slots, const Math& math, Inputs&& inputs, char* output,
                                 int64_t count) {
@@ -81,8 +82,8 @@ int64_t two_shot_reduce_scatter(Slots& slots, const Math& math, Inputs&& inputs,
     const char* sources[kMaxRanks];
     for (int peer = 0; peer < world_size; ++peer) {
       if (peer != rank) slots.await(peer, Stage::kFilled, chunk);
-      sources[peer] = peer == rank ? inputs(rank) + offset
-                                   : slots.of(peer, chunk) + rank * cell_count * bytes;
+      sources[peer] =
+          peer == rank ? inputs(rank) + offset : slots.of(peer, chunk) + rank * cell_count * bytes;
     }
     math.reduce_all(sources, nullptr, output + offset, chunks.count_of(chunk));
     slots.post(Stage::kDrained, chunk);

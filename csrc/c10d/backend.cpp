@@ -13,27 +13,45 @@ namespace {
 
 using c10d::OpType;
 
-// ---- argument translation ------------------------------------------------------------------------------------------
+// ---- argument translation
+// ------------------------------------------------------------------------------------------
 
 DType to_dtype(at::ScalarType type, const std::string& call) {
   switch (type) {
-    case at::kChar: return DType::kInt8;
-    case at::kByte: return DType::kUInt8;
-    case at::kShort: return DType::kInt16;
-    case at::kUInt16: return DType::kUInt16;
-    case at::kInt: return DType::kInt32;
-    case at::kUInt32: return DType::kUInt32;
-    case at::kLong: return DType::kInt64;
-    case at::kUInt64: return DType::kUInt64;
-    case at::kHalf: return DType::kFloat16;
-    case at::kBFloat16: return DType::kBFloat16;
-    case at::kFloat: return DType::kFloat32;
-    case at::kDouble: return DType::kFloat64;
-    case at::kComplexFloat: return DType::kComplex64;
-    case at::kComplexDouble: return DType::kComplex128;
-    case at::kBool: return DType::kBool;
-    case at::kFloat8_e4m3fn: return DType::kFloat8E4M3;
-    case at::kFloat8_e5m2: return DType::kFloat8E5M2;
+    case at::kChar:
+      return DType::kInt8;
+    case at::kByte:
+      return DType::kUInt8;
+    case at::kShort:
+      return DType::kInt16;
+    case at::kUInt16:
+      return DType::kUInt16;
+    case at::kInt:
+      return DType::kInt32;
+    case at::kUInt32:
+      return DType::kUInt32;
+    case at::kLong:
+      return DType::kInt64;
+    case at::kUInt64:
+      return DType::kUInt64;
+    case at::kHalf:
+      return DType::kFloat16;
+    case at::kBFloat16:
+      return DType::kBFloat16;
+    case at::kFloat:
+      return DType::kFloat32;
+    case at::kDouble:
+      return DType::kFloat64;
+    case at::kComplexFloat:
+      return DType::kComplex64;
+    case at::kComplexDouble:
+      return DType::kComplex128;
+    case at::kBool:
+      return DType::kBool;
+    case at::kFloat8_e4m3fn:
+      return DType::kFloat8E4M3;
+    case at::kFloat8_e5m2:
+      return DType::kFloat8E5M2;
     default:
       throw Error(ErrorKind::kInvalidArgument,
                   concat(call, ": dtype ", c10::toString(type), " is not supported"));
@@ -42,19 +60,26 @@ DType to_dtype(at::ScalarType type, const std::string& call) {
 
 ReduceOp to_op(const c10d::ReduceOp& op, const std::string& call) {
   switch (op) {
-    case c10d::ReduceOp::SUM: return ReduceOp::kSum;
-    case c10d::ReduceOp::AVG: return ReduceOp::kAvg;
-    case c10d::ReduceOp::MIN: return ReduceOp::kMin;
-    case c10d::ReduceOp::MAX: return ReduceOp::kMax;
-    case c10d::ReduceOp::PRODUCT: return ReduceOp::kProduct;
+    case c10d::ReduceOp::SUM:
+      return ReduceOp::kSum;
+    case c10d::ReduceOp::AVG:
+      return ReduceOp::kAvg;
+    case c10d::ReduceOp::MIN:
+      return ReduceOp::kMin;
+    case c10d::ReduceOp::MAX:
+      return ReduceOp::kMax;
+    case c10d::ReduceOp::PRODUCT:
+      return ReduceOp::kProduct;
     default:
-      throw Error(ErrorKind::kInvalidArgument,
-                  concat(call, ": only SUM, AVG, MIN, MAX and PRODUCT are supported so far, not op ",
-                         static_cast<int>(op.op_)));
+      throw Error(
+          ErrorKind::kInvalidArgument,
+          concat(call, ": only SUM, AVG, MIN, MAX and PRODUCT are supported so far, not op ",
+                 static_cast<int>(op.op_)));
   }
 }
 
-// True if no two elements share memory, by strides in rising order: each must step over all that smaller ones reach.
+// True if no two elements share memory, by strides in rising order: each must step over all that
+// smaller ones reach.
 bool elements_are_distinct(const at::Tensor& tensor) {
   if (tensor.is_non_overlapping_and_dense()) return true;
   std::vector<std::pair<int64_t, int64_t>> dims;  // stride, size
@@ -69,10 +94,11 @@ bool elements_are_distinct(const at::Tensor& tensor) {
   return true;
 }
 
-// ---- one call ------------------------------------------------------------------------------------------------------
+// ---- one call
+// ------------------------------------------------------------------------------------------------------
 
-// Builds a Request from tensors: checks them, and replaces those that are not plain memory by contiguous copies, which
-// are written back when the operation is done.
+// Builds a Request from tensors: checks them, and replaces those that are not plain memory by
+// contiguous copies, which are written back when the operation is done.
 class Call {
  public:
   Call(const Communicator& communicator, Operation operation, OpType type)
@@ -105,19 +131,18 @@ class Call {
 
   c10::intrusive_ptr<c10d::Work> submit(Communicator& communicator, bool async,
                                         std::vector<at::Tensor> outputs) {
-    auto work =
-        c10::make_intrusive<C10dWork>(communicator_.rank(), type_, std::move(outputs));
+    auto work = c10::make_intrusive<C10dWork>(communicator_.rank(), type_, std::move(outputs));
     auto pending = communicator.submit(std::move(request_), async, nullptr);
     if (!pending) {
       write_back(copies_);
       work->complete(nullptr);
       return work;
     }
-    pending->on_done([work, copies = std::move(copies_),
-                      kept = std::move(kept_)](std::exception_ptr exception) {
-      if (!exception) write_back(copies);
-      work->complete(for_torch(exception));
-    });
+    pending->on_done(
+        [work, copies = std::move(copies_), kept = std::move(kept_)](std::exception_ptr exception) {
+          if (!exception) write_back(copies);
+          work->complete(for_torch(exception));
+        });
     return work;
   }
 
@@ -140,7 +165,8 @@ class Call {
       return text.str();
     };
     PYCOMM_CHECK(tensor.device().is_cpu(), kInvalidArgument, what(), " is on device ",
-                 tensor.device().str(), ", but this group works on CPU tensors; for CUDA use "
+                 tensor.device().str(),
+                 ", but this group works on CPU tensors; for CUDA use "
                  "init_process_group('cpu:pycomm,cuda:nccl')");
     PYCOMM_CHECK(tensor.layout() == at::kStrided, kInvalidArgument, what(),
                  " is sparse, which is not supported; pass tensor.to_dense()");
@@ -175,8 +201,8 @@ const at::Tensor& only(const std::vector<at::Tensor>& tensors, const Call& call)
                tensors.size());
   return tensors[0];
 }
-const std::vector<at::Tensor>& only(const std::vector<std::vector<at::Tensor>>& lists,
-                                    size_t size, const Call& call) {
+const std::vector<at::Tensor>& only(const std::vector<std::vector<at::Tensor>>& lists, size_t size,
+                                    const Call& call) {
   PYCOMM_CHECK(lists.size() == 1 && lists[0].size() == size, kInvalidArgument, call.name(),
                ": expects one list with a tensor for each of ", size, " ranks, not ",
                lists.empty() ? 0 : lists[0].size(), " tensors");
@@ -185,7 +211,8 @@ const std::vector<at::Tensor>& only(const std::vector<std::vector<at::Tensor>>& 
 
 }  // namespace
 
-// ---- C10dWork ------------------------------------------------------------------------------------------------------
+// ---- C10dWork
+// ------------------------------------------------------------------------------------------------------
 
 C10dWork::C10dWork(int rank, OpType op, std::vector<at::Tensor> outputs)
     : Work(rank, op), outputs_(std::move(outputs)) {}
@@ -198,8 +225,10 @@ void C10dWork::complete(std::exception_ptr exception) {
     future = future_;
   }
   if (!future) return;
-  if (exception) future->setError(exception);
-  else future->markCompleted(c10::IValue(outputs_));
+  if (exception)
+    future->setError(exception);
+  else
+    future->markCompleted(c10::IValue(outputs_));
 }
 
 bool C10dWork::wait(std::chrono::milliseconds timeout) {
@@ -207,10 +236,10 @@ bool C10dWork::wait(std::chrono::milliseconds timeout) {
   const auto done = [this] { return completed_; };
   if (timeout > kNoTimeout) {
     if (!cv_.wait_for(lock, timeout, done)) {
-      const Error error(ErrorKind::kTimeout,
-                        concat("rank ", rank_, ": wait(timeout=", timeout.count(), " ms) for ",
-                               c10d::opTypeToString(opType_),
-                               " ended before the operation, which goes on"));
+      const Error error(
+          ErrorKind::kTimeout,
+          concat("rank ", rank_, ": wait(timeout=", timeout.count(), " ms) for ",
+                 c10d::opTypeToString(opType_), " ended before the operation, which goes on"));
       throw C10dError(error);
     }
   } else {
@@ -221,22 +250,25 @@ bool C10dWork::wait(std::chrono::milliseconds timeout) {
 }
 
 void C10dWork::abort() {
-  throw C10dError(Error(ErrorKind::kError,
-                        "a single operation cannot be aborted; abort the process group"));
+  throw C10dError(
+      Error(ErrorKind::kError, "a single operation cannot be aborted; abort the process group"));
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> C10dWork::getFuture() {
   std::lock_guard<std::mutex> lock(mutex_);
   if (!future_) {
-    future_ = c10::make_intrusive<c10::ivalue::Future>(
-        c10::ListType::create(c10::TensorType::get()));
-    if (completed_ && exception_) future_->setError(exception_);
-    else if (completed_) future_->markCompleted(c10::IValue(outputs_));
+    future_ =
+        c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+    if (completed_ && exception_)
+      future_->setError(exception_);
+    else if (completed_)
+      future_->markCompleted(c10::IValue(outputs_));
   }
   return future_;
 }
 
-// ---- C10dBackend ---------------------------------------------------------------------------------------------------
+// ---- C10dBackend
+// ---------------------------------------------------------------------------------------------------
 
 C10dBackend::C10dBackend(std::shared_ptr<Communicator> communicator)
     : Backend(communicator->rank(), communicator->world_size()),
@@ -343,11 +375,12 @@ C10dBackend::WorkPtr C10dBackend::barrier(const c10d::BarrierOptions& options) {
   });
 }
 
-// ---- coalesced forms: one operation after another; the last one's completion is that of all -------------------------
+// ---- coalesced forms: one operation after another; the last one's completion is that of all
+// -------------------------
 
 namespace {
-// Runs submit(i) for i < count and returns the last work; earlier ones are waited for by the queue's order. A failure of
-// an earlier one ends the communicator, so the last one reports it too.
+// Runs submit(i) for i < count and returns the last work; earlier ones are waited for by the
+// queue's order. A failure of an earlier one ends the communicator, so the last one reports it too.
 template <class Submit>
 c10::intrusive_ptr<c10d::Work> in_sequence(int rank, size_t count, Submit&& submit) {
   c10::intrusive_ptr<c10d::Work> last;
@@ -380,7 +413,8 @@ C10dBackend::WorkPtr C10dBackend::reduce_scatter_tensor_coalesced(
   });
 }
 
-// ---- DDP -----------------------------------------------------------------------------------------------------------
+// ---- DDP
+// -----------------------------------------------------------------------------------------------------------
 
 c10::intrusive_ptr<c10::ivalue::Future> average(Communicator& communicator,
                                                 const at::Tensor& tensor, bool async) {

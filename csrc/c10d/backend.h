@@ -1,10 +1,10 @@
-// torch's c10d::Backend over a pycomm Communicator: the one place where tensors become pointers and counts.
+// torch's c10d::Backend over a pycomm Communicator: the one place where tensors become pointers and
+// counts.
 #pragma once
-
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <memory>
 #include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
 #include "../communicator.h"
@@ -71,7 +71,8 @@ class C10dBackend : public c10d::Backend {
   c10::intrusive_ptr<Options> options_;
 };
 
-// The average of a contiguous CPU tensor over all ranks, in place: the path of DDP's gradient buckets.
+// The average of a contiguous CPU tensor over all ranks, in place: the path of DDP's gradient
+// buckets.
 c10::intrusive_ptr<c10::ivalue::Future> average(Communicator& communicator,
                                                 const at::Tensor& tensor, bool async);
 

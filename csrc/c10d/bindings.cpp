@@ -1,13 +1,12 @@
 // pycomm._c10d: the adapter that alone includes torch's headers and is tied to one torch version.
-#include "backend.h"
-
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include <torch/csrc/distributed/c10d/reducer.hpp>
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/reducer.hpp>
 #include <utility>
 
+#include "backend.h"
 #include "errors.h"
 
 namespace pycomm {
@@ -33,8 +32,9 @@ std::exception_ptr for_torch(std::exception_ptr exception) {
 
 namespace {
 
-// DDP's communication hook: averages a bucket in place, in the thread that runs backward (`async` false: right when
-// ranks have no core to spare) or on the communicator's worker while backward goes on.
+// DDP's communication hook: averages a bucket in place, in the thread that runs backward (`async`
+// false: right when ranks have no core to spare) or on the communicator's worker while backward
+// goes on.
 class AverageHook : public c10d::CommHookInterface {
  public:
   AverageHook(std::shared_ptr<Communicator> communicator, bool async)
@@ -82,10 +82,9 @@ PYBIND11_MODULE(_c10d, m) {
            }),
            py::arg("communicator"))
       .def("_communicator_address", [](const C10dBackend& self) {
-        return py::capsule(new std::shared_ptr<Communicator>(self.communicator()), kCapsule,
-                           [](void* pointer) {
-                             delete static_cast<std::shared_ptr<Communicator>*>(pointer);
-                           });
+        return py::capsule(
+            new std::shared_ptr<Communicator>(self.communicator()), kCapsule,
+            [](void* pointer) { delete static_cast<std::shared_ptr<Communicator>*>(pointer); });
       });
 
   m.def(

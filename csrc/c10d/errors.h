@@ -1,5 +1,6 @@
-// pycomm errors on their way through torch: torch translates exceptions of this base by their python_type(), also those
-// that leave an autograd hook, where pybind11's translators are not consulted.
+// pycomm errors on their way through torch: torch translates exceptions of this base by their
+// python_type(), also those that leave an autograd hook, where pybind11's translators are not
+// consulted.
 #pragma once
 
 #include <torch/csrc/Exceptions.h>

@@ -83,7 +83,8 @@ uint16_t float_to_half(float value) {
   bits &= 0x7fffffffu;
   if (bits > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u | ((bits >> 13) & 0x3ffu));
   if (bits >= 0x47800000u) return static_cast<uint16_t>(sign | 0x7c00u);  // 65536 and above
-  if (bits < 0x38800000u) {  // below the normals: adding 0.5 aligns the mantissa to 2^-24 and rounds it
+  if (bits <
+      0x38800000u) {  // below the normals: adding 0.5 aligns the mantissa to 2^-24 and rounds it
     float magnitude;
     std::memcpy(&magnitude, &bits, sizeof magnitude);
     magnitude += 0.5f;

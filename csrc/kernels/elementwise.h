@@ -1,5 +1,6 @@
-// Arithmetic on arrays: reduce and copy. No waiting, no torch. The CPU version is chosen once, by what the processor
-// can do (AVX-512, AVX2 + F16C, or plain x86-64 / other); all give the same bits.
+// Arithmetic on arrays: reduce and copy. No waiting, no torch. The CPU version is chosen once, by
+// what the processor can do (AVX-512, AVX2 + F16C, or plain x86-64 / other); all give the same
+// bits.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +9,9 @@
 
 namespace pycomm {
 
-// result[i] = finish(sources[0][i] op sources[1][i] op ... ), in that order, accumulated without rounding to the
-// element type (functors.h: Accumulator) and rounded once. A destination may be one of the sources.
+// result[i] = finish(sources[0][i] op sources[1][i] op ... ), in that order, accumulated without
+// rounding to the element type (functors.h: Accumulator) and rounded once. A destination may be one
+// of the sources.
 struct ReduceCall {
   DType dtype = DType::kFloat32;
   ReduceOp op = ReduceOp::kSum;
@@ -23,14 +25,17 @@ struct ReduceCall {
   void* slot = nullptr;         // destination 1, may be null
   bool stream_to_slot = false;  // write it past the caches; it must be 64-byte aligned then
   void* output = nullptr;       // destination 2, may be null
-  bool leave_partial = false;   // `slot` receives accumulators, nothing is divided or rounded; `output` must be null
+  bool leave_partial =
+      false;  // `slot` receives accumulators, nothing is divided or rounded; `output` must be null
 };
 void reduce(const ReduceCall& call);
 
-// Copies without looking; `stream` writes past the caches where the destination's alignment allows it.
+// Copies without looking; `stream` writes past the caches where the destination's alignment allows
+// it.
 void copy(void* destination, const void* source, int64_t bytes, bool stream);
 
-// The instruction set in use: "avx512", "avx2" or "generic". set_ returns false if this machine lacks it (for tests).
+// The instruction set in use: "avx512", "avx2" or "generic". set_ returns false if this machine
+// lacks it (for tests).
 const char* instruction_set();
 bool set_instruction_set(const char* name);
 

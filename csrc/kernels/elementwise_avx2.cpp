@@ -1,4 +1,5 @@
-// The CPU kernels for AVX2 with F16C. Everything that is included before the target switch stays plain x86-64.
+// The CPU kernels for AVX2 with F16C. Everything that is included before the target switch stays
+// plain x86-64.
 #include "elementwise_host.h"
 
 #if defined(__x86_64__)

@@ -1,9 +1,12 @@
-// The CPU kernels for AVX-512. Everything that is included before the target switch stays plain x86-64.
+// The CPU kernels for AVX-512. Everything that is included before the target switch stays plain
+// x86-64.
 #include "elementwise_host.h"
 
 #if defined(__x86_64__)
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,f16c,fma"))), apply_to = function)
+#pragma clang attribute push(                                                    \
+    __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,f16c,fma"))), \
+    apply_to = function)
 #else
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,f16c,fma")

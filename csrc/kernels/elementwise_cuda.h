@@ -8,7 +8,8 @@
 
 namespace pycomm {
 
-// output[i] = the reduction of num_sources arrays, as elementwise.h defines it, on a stream (a cudaStream_t).
+// output[i] = the reduction of num_sources arrays, as elementwise.h defines it, on a stream (a
+// cudaStream_t).
 void launch_reduce(DType dtype, ReduceOp op, const void* const* sources, int num_sources,
                    void* output, int64_t count, void* stream);
 

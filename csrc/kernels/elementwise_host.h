@@ -1,4 +1,5 @@
-// What the per-instruction-set files of the CPU kernels share: declarations, and 16-bit floats without hardware.
+// What the per-instruction-set files of the CPU kernels share: declarations, and 16-bit floats
+// without hardware.
 #pragma once
 
 #include <cstdint>
@@ -14,15 +15,15 @@
 
 namespace pycomm {
 
-// IEEE binary16 by integer arithmetic; rounds to nearest, ties to even; a NaN stays quiet with its payload's top bits,
-// as the hardware's conversions do.
+// IEEE binary16 by integer arithmetic; rounds to nearest, ties to even; a NaN stays quiet with its
+// payload's top bits, as the hardware's conversions do.
 float half_to_float(uint16_t half);
 uint16_t float_to_half(float value);
 
-#define PYCOMM_DECLARE_ISA(isa)                                                    \
-  namespace isa {                                                                  \
-  void reduce(const ReduceCall& call);                                             \
-  void copy(void* destination, const void* source, int64_t bytes, bool stream);    \
+#define PYCOMM_DECLARE_ISA(isa)                                                 \
+  namespace isa {                                                               \
+  void reduce(const ReduceCall& call);                                          \
+  void copy(void* destination, const void* source, int64_t bytes, bool stream); \
   }
 PYCOMM_DECLARE_ISA(generic)
 #if defined(__x86_64__)

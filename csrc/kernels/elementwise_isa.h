@@ -1,5 +1,6 @@
-// The CPU drivers of elementwise.h for one instruction set. An elementwise_<isa>.cpp defines PYCOMM_ISA (a namespace) and
-// PYCOMM_ISA_LEVEL (0 generic, 1 AVX2 + F16C, 2 AVX-512), switches the compiler's target on and includes this file once.
+// The CPU drivers of elementwise.h for one instruction set. An elementwise_<isa>.cpp defines
+// PYCOMM_ISA (a namespace) and PYCOMM_ISA_LEVEL (0 generic, 1 AVX2 + F16C, 2 AVX-512), switches the
+// compiler's target on and includes this file once.
 
 namespace pycomm {
 namespace PYCOMM_ISA {
@@ -41,13 +42,16 @@ struct Reducer {
     if constexpr (kOp == ReduceOp::kAvg) value = value / static_cast<Acc>(call.divisor);
     const auto elements = P::narrow(value);
     if (call.slot) store(static_cast<T*>(call.slot) + at, elements);
-    if (call.output) __builtin_memcpy(static_cast<T*>(call.output) + at, &elements, sizeof elements);
+    if (call.output)
+      __builtin_memcpy(static_cast<T*>(call.output) + at, &elements, sizeof elements);
   }
 
   template <class V>
   PYCOMM_ALWAYS_INLINE void store(void* to, const V& value) const {
-    if (call.stream_to_slot) stream_store(to, value);
-    else __builtin_memcpy(to, &value, sizeof value);
+    if (call.stream_to_slot)
+      stream_store(to, value);
+    else
+      __builtin_memcpy(to, &value, sizeof value);
   }
 
   template <int kSources>
@@ -76,14 +80,15 @@ struct Reducer {
     const size_t slot_bytes = call.leave_partial ? sizeof(Acc) : sizeof(T);
     if (call.slot)
       __builtin_memcpy(static_cast<char*>(call.slot) + at * slot_bytes, slot, count * slot_bytes);
-    if (call.output)
-      __builtin_memcpy(static_cast<T*>(call.output) + at, output, count * sizeof(T));
+    if (call.output) __builtin_memcpy(static_cast<T*>(call.output) + at, output, count * sizeof(T));
   }
 
   void run() const {
     const int64_t whole = call.count / kLanes * kLanes;
-    if (call.num_sources == 2) body<2>(whole);
-    else body<0>(whole);
+    if (call.num_sources == 2)
+      body<2>(whole);
+    else
+      body<0>(whole);
     if (whole < call.count) tail(whole);
   }
 };

@@ -1,6 +1,8 @@
-// The reduction of elementwise.h as a CUDA kernel. tests/cuda_on_cpu runs this same source on the CPU.
+// The reduction of elementwise.h as a CUDA kernel. tests/cuda_on_cpu runs this same source on the
+// CPU.
 //
-// Memory-bound: every thread moves 16 bytes per source at a time, the grid is sized to the chip by the launcher.
+// Memory-bound: every thread moves 16 bytes per source at a time, the grid is sized to the chip by
+// the launcher.
 #pragma once
 
 #include <cstdint>
@@ -26,17 +28,21 @@ template <class T>
 __device__ inline T to_accumulator(T value) {
   return value;
 }
-__device__ inline float to_accumulator(Half value) { return __half2float(__ushort_as_half(value.bits)); }
+__device__ inline float to_accumulator(Half value) {
+  return __half2float(__ushort_as_half(value.bits));
+}
 __device__ inline float to_accumulator(BFloat16 value) {
   return __bfloat162float(__ushort_as_bfloat16(value.bits));
 }
 
 template <class T, class Acc>
 __device__ inline T from_accumulator(Acc value) {
-  if constexpr (std::is_same_v<T, Half>) return Half{__half_as_ushort(__float2half_rn(value))};
+  if constexpr (std::is_same_v<T, Half>)
+    return Half{__half_as_ushort(__float2half_rn(value))};
   else if constexpr (std::is_same_v<T, BFloat16>)
     return BFloat16{__bfloat16_as_ushort(__float2bfloat16_rn(value))};
-  else return static_cast<T>(value);
+  else
+    return static_cast<T>(value);
 }
 
 template <class T>
@@ -50,7 +56,8 @@ __device__ inline T reduce_lane(const DeviceReduceCall& call, const T* contribut
   using Acc = typename Accumulator<T, kOp>::type;
   Acc value = static_cast<Acc>(to_accumulator(contributions[0]));
   for (int s = 1; s < call.num_sources; ++s)
-    value = FunctorOf<kOp>::apply(value, static_cast<Acc>(to_accumulator(contributions[s * stride])));
+    value =
+        FunctorOf<kOp>::apply(value, static_cast<Acc>(to_accumulator(contributions[s * stride])));
   if constexpr (kOp == ReduceOp::kAvg) value = value / static_cast<Acc>(call.divisor);
   return from_accumulator<T>(value);
 }
@@ -68,8 +75,7 @@ __global__ void reduce_kernel(DeviceReduceCall call) {
       contributions[s] = static_cast<const Pack*>(call.sources[s])[at];
     Pack result;
     for (int lane = 0; lane < Pack::kLanes; ++lane)
-      result.lanes[lane] =
-          reduce_lane<T, kOp>(call, &contributions[0].lanes[lane], Pack::kLanes);
+      result.lanes[lane] = reduce_lane<T, kOp>(call, &contributions[0].lanes[lane], Pack::kLanes);
     static_cast<Pack*>(call.output)[at] = result;
   }
   const int64_t tail = packs * Pack::kLanes + thread;

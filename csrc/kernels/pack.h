@@ -1,8 +1,9 @@
 // A pack: 64 bytes of accumulators, loaded from and stored to elements of any type.
 //
-// This header is compiled once per instruction set (see elementwise_isa.h), inside `namespace PYCOMM_ISA` and under that
-// set's target options, so it has no include guard and includes nothing. Vectors are GCC's: one of 64 bytes becomes one
-// AVX-512 register, two AVX2 registers or four of SSE2, so only conversions and streaming stores differ by set.
+// This header is compiled once per instruction set (see elementwise_isa.h), inside `namespace
+// PYCOMM_ISA` and under that set's target options, so it has no include guard and includes nothing.
+// Vectors are GCC's: one of 64 bytes becomes one AVX-512 register, two AVX2 registers or four of
+// SSE2, so only conversions and streaming stores differ by set.
 
 template <class T>
 struct VectorOf {
@@ -27,7 +28,8 @@ PYCOMM_ALWAYS_INLINE V load_unaligned(const void* from) {
   return value;
 }
 
-// ---- 16-bit floats ----------------------------------------------------------------------------------------------
+// ---- 16-bit floats
+// ----------------------------------------------------------------------------------------------
 
 #if PYCOMM_ISA_LEVEL == 2
 PYCOMM_ALWAYS_INLINE Floats widen_half(const Half* from) {
@@ -72,8 +74,8 @@ PYCOMM_ALWAYS_INLINE Bits16 narrow_half(Floats value) {
 PYCOMM_ALWAYS_INLINE Floats widen_bfloat16(const BFloat16* from) {
   return (Floats)(__builtin_convertvector(load_unaligned<Bits16>(from), Bits32) << 16);
 }
-// Rounds to nearest, ties to even, by the carry out of the dropped half; a NaN stays one (quiet, payload kept).
-// AVX-512's own conversion flushes subnormals, so it would not give the same bits.
+// Rounds to nearest, ties to even, by the carry out of the dropped half; a NaN stays one (quiet,
+// payload kept). AVX-512's own conversion flushes subnormals, so it would not give the same bits.
 PYCOMM_ALWAYS_INLINE Bits16 narrow_bfloat16(Floats value) {
   const Bits32 bits = (Bits32)value;
   const Bits32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
@@ -81,7 +83,8 @@ PYCOMM_ALWAYS_INLINE Bits16 narrow_bfloat16(Floats value) {
   return __builtin_convertvector((Bits32)(value == value ? rounded : quiet), Bits16);
 }
 
-// ---- streaming stores: past the caches, for data that another core will read next --------------------------------
+// ---- streaming stores: past the caches, for data that another core will read next
+// --------------------------------
 
 template <class V>
 PYCOMM_ALWAYS_INLINE void stream_store(void* to, const V& value) {
@@ -111,19 +114,24 @@ PYCOMM_ALWAYS_INLINE void stream_fence() {
 #endif
 }
 
-// ---- elements <-> accumulators -----------------------------------------------------------------------------------
+// ---- elements <-> accumulators
+// -----------------------------------------------------------------------------------
 
 template <class T, class Acc>
 struct Pack {
   static constexpr int kLanes = 64 / sizeof(Acc);
   using Elements = typename NarrowVectorOf<T, kLanes>::type;
   PYCOMM_ALWAYS_INLINE static Vector<Acc> load(const T* from) {
-    if constexpr (std::is_same_v<T, Acc>) return load_unaligned<Vector<Acc>>(from);
-    else return __builtin_convertvector(load_unaligned<Elements>(from), Vector<Acc>);
+    if constexpr (std::is_same_v<T, Acc>)
+      return load_unaligned<Vector<Acc>>(from);
+    else
+      return __builtin_convertvector(load_unaligned<Elements>(from), Vector<Acc>);
   }
   PYCOMM_ALWAYS_INLINE static Elements narrow(Vector<Acc> value) {
-    if constexpr (std::is_same_v<T, Acc>) return (Elements)value;
-    else return __builtin_convertvector(value, Elements);
+    if constexpr (std::is_same_v<T, Acc>)
+      return (Elements)value;
+    else
+      return __builtin_convertvector(value, Elements);
   }
 };
 template <>

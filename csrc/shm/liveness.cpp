@@ -19,7 +19,8 @@ uint64_t Liveness::own_pid_namespace() {
 }
 
 void Liveness::watch(int pid, uint64_t pid_namespace) {
-  const bool comparable = pid != own_pid() && pid_namespace != 0 && pid_namespace == own_pid_namespace();
+  const bool comparable =
+      pid != own_pid() && pid_namespace != 0 && pid_namespace == own_pid_namespace();
   descriptors_.push_back(comparable ? static_cast<int>(syscall(SYS_pidfd_open, pid, 0)) : -1);
 }
 

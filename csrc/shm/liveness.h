@@ -1,5 +1,5 @@
-// Notices that a peer's process has ended, by pidfd. Where pids do not carry over (another pid namespace, an old
-// kernel) it notices nothing, and the deadline remains.
+// Notices that a peer's process has ended, by pidfd. Where pids do not carry over (another pid
+// namespace, an old kernel) it notices nothing, and the deadline remains.
 #pragma once
 
 #include <cstdint>

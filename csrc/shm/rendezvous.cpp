@@ -124,10 +124,10 @@ ShmOffer::ShmOffer(int world_size, const ShmConfig& config) : secret_(random_hex
   listener_ = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
   sockaddr_un address;
   const socklen_t length = abstract_address(name, &address);
-  PYCOMM_CHECK_SYSTEM(
-      listener_ >= 0 && bind(listener_, reinterpret_cast<sockaddr*>(&address), length) == 0 &&
-          listen(listener_, kMaxRanks) == 0,
-      "rank 0 cannot open the socket that hands out its shared segment");
+  PYCOMM_CHECK_SYSTEM(listener_ >= 0 &&
+                          bind(listener_, reinterpret_cast<sockaddr*>(&address), length) == 0 &&
+                          listen(listener_, kMaxRanks) == 0,
+                      "rank 0 cannot open the socket that hands out its shared segment");
   address_ = concat(name, " ", secret_, " ", segment_->head().nonce, " ", host_name());
 }
 
@@ -191,7 +191,8 @@ std::shared_ptr<Segment> join_shm(const std::string& address, int rank,
       connection.get() >= 0 &&
           connect(connection.get(), reinterpret_cast<sockaddr*>(&target), length) == 0,
       "rank ", rank, " on host ", host_name(), " cannot reach the shared memory of rank 0 on host ",
-      host, " (all ranks of backend 'pycomm' must run on one host and in one network namespace; "
+      host,
+      " (all ranks of backend 'pycomm' must run on one host and in one network namespace; "
       "between hosts use backend 'gloo' or 'nccl')");
   Greeting greeting;
   std::memcpy(greeting.secret, secret.data(), kSecretBytes);

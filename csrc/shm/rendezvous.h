@@ -1,7 +1,7 @@
-// How the ranks of one host come to share a segment: rank 0 creates it and hands its descriptor out over an abstract Unix
-// socket. The socket's name and a secret travel through the job's Store, so only members of the job can join, jobs on one
-// machine never meet, and nothing is left in any file system. A rank that can map the segment and read its nonce is
-// proved to be on the same host.
+// How the ranks of one host come to share a segment: rank 0 creates it and hands its descriptor out
+// over an abstract Unix socket. The socket's name and a secret travel through the job's Store, so
+// only members of the job can join, jobs on one machine never meet, and nothing is left in any file
+// system. A rank that can map the segment and read its nonce is proved to be on the same host.
 #pragma once
 
 #include <chrono>

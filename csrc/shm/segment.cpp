@@ -16,8 +16,8 @@ namespace {
 constexpr int64_t kPageBytes = 4096;
 
 char* map(int descriptor, int64_t bytes) {
-  void* base = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_SHARED,
-                    descriptor, 0);
+  void* base =
+      mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
   PYCOMM_CHECK_SYSTEM(base != MAP_FAILED, "cannot map a shared segment of ", bytes, " bytes");
   return static_cast<char*>(base);
 }
@@ -30,8 +30,7 @@ uint64_t random_word() {
 }  // namespace
 
 int64_t Segment::area_offset(int rank) const {
-  return round_up(sizeof(SegmentHead), kPageBytes) +
-         rank * round_up(sizeof(RankArea), kPageBytes);
+  return round_up(sizeof(SegmentHead), kPageBytes) + rank * round_up(sizeof(RankArea), kPageBytes);
 }
 
 int64_t Segment::slots_offset(int rank) const {
@@ -42,17 +41,15 @@ int64_t Segment::slots_offset(int rank) const {
 
 int64_t Segment::total_bytes(int world_size, const ShmConfig& config) {
   return round_up(sizeof(SegmentHead), kPageBytes) +
-         world_size *
-             (round_up(sizeof(RankArea), kPageBytes) + config.slots * config.slot_bytes);
+         world_size * (round_up(sizeof(RankArea), kPageBytes) + config.slots * config.slot_bytes);
 }
 
-std::shared_ptr<Segment> Segment::create(int world_size, const ShmConfig& config,
-                                         int* descriptor) {
+std::shared_ptr<Segment> Segment::create(int world_size, const ShmConfig& config, int* descriptor) {
   PYCOMM_CHECK(world_size >= 1 && world_size <= kMaxRanks, kInvalidArgument,
                "a shared-memory communicator holds 1 to ", kMaxRanks, " ranks, not ", world_size);
-  PYCOMM_CHECK(config.slots >= 4 && config.slots <= 1024 && (config.slots & (config.slots - 1)) == 0,
-               kInvalidArgument,
-               "slots must be a power of two between 4 and 1024, not ", config.slots);
+  PYCOMM_CHECK(
+      config.slots >= 4 && config.slots <= 1024 && (config.slots & (config.slots - 1)) == 0,
+      kInvalidArgument, "slots must be a power of two between 4 and 1024, not ", config.slots);
   PYCOMM_CHECK(config.slot_bytes >= kPageBytes && config.slot_bytes % kPageBytes == 0,
                kInvalidArgument, "slot_bytes must be a multiple of ", kPageBytes, ", not ",
                config.slot_bytes);

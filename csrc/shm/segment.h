@@ -16,7 +16,8 @@ enum class Streaming : uint32_t { kAuto, kNever, kAlways };
 // Chosen by rank 0, stored in the segment, read by all: ranks can never disagree on it.
 struct ShmConfig {
   int64_t slot_bytes = 256 << 10;
-  int32_t slots = 8;  // a power of two, since chunk numbers wrap; at least 4, the depth of the pipelines
+  int32_t slots =
+      8;  // a power of two, since chunk numbers wrap; at least 4, the depth of the pipelines
   int32_t spin_polls = -1;  // polls before yielding; -1: by cores
   Streaming streaming = Streaming::kAuto;
 };
@@ -27,7 +28,8 @@ struct alignas(kSeparationBytes) Flag {
   uint32_t sleepers;  // how many waiters sleep in the kernel and want a wake
 };
 
-// The head of every operation. `sequence` is written last: it announces the header and what lies behind it.
+// The head of every operation. `sequence` is written last: it announces the header and what lies
+// behind it.
 struct OperationHeader {
   uint32_t sequence;
   Operation operation;
@@ -39,7 +41,8 @@ struct OperationHeader {
   uint32_t unused;
 };
 
-// An operation's header, and behind it as much data as fits: a short message travels with its header (eager).
+// An operation's header, and behind it as much data as fits: a short message travels with its
+// header (eager).
 inline constexpr int64_t kEagerBytes = 16 << 10;
 struct alignas(kSeparationBytes) Announcement {
   OperationHeader header;
@@ -47,11 +50,11 @@ struct alignas(kSeparationBytes) Announcement {
 };
 
 struct RankArea {
-  Flag stages[kStages];   // chunks finished, per stage
-  Flag entered;           // its `sleepers` belongs to the announcements' sequences
+  Flag stages[kStages];  // chunks finished, per stage
+  Flag entered;          // its `sleepers` belongs to the announcements' sequences
   Flag latency_probe;
   Announcement announcements[2];  // operation s uses s % 2: see ShmCommunicator::meet
-  Flag departed;  // 1 once the rank has left in good order
+  Flag departed;                  // 1 once the rank has left in good order
   int32_t pid;
   uint64_t pid_namespace;  // inode; a pid means nothing in another one
   uint32_t flag_latency_ns;
@@ -75,7 +78,8 @@ struct SegmentHead {
 // A mapping of the segment. Owns the mapping, not the descriptor.
 class Segment {
  public:
-  // Maps new anonymous memory (memfd), initialised for `world_size` ranks; *descriptor receives it, for the peers.
+  // Maps new anonymous memory (memfd), initialised for `world_size` ranks; *descriptor receives it,
+  // for the peers.
   static std::shared_ptr<Segment> create(int world_size, const ShmConfig& config, int* descriptor);
   // Maps a peer's segment and checks that it is the one that `nonce` names.
   static std::shared_ptr<Segment> open(int descriptor, uint64_t nonce);

@@ -18,11 +18,18 @@ namespace {
 using Clock = std::chrono::steady_clock;
 constexpr uint32_t kClean = 0, kWriting = 1, kSet = 2;
 
-// Flags of ranks whose cores share a cache arrive within 30-60 ns, others take 120-250 ns: ../shared-memory notes in
-// README. Beyond this, temporal slot writes are several times slower than streaming ones.
-constexpr uint32_t kFarLatencyNs = 120;
-constexpr int kProbeRounds = 50;
-// Placement changes while a job runs (the scheduler, or the host under a virtual machine), so it is measured again.
+// Where cores share no cache, temporal slot writes are several times slower than streaming ones;
+// else they are faster. Flags tell the two apart: 30-60 ns (near) and 185-235 ns (far) on a Zen 4,
+// but 125-170 ns between cores of one Sapphire Rapids socket, where temporal writes still win
+// by 1.2.
+constexpr uint32_t kFarLatencyNs = 175;
+// The fastest batch of round trips counts: the others were disturbed.
+constexpr int kProbeBatches = 5;
+constexpr int kRoundsPerBatch = 12;
+constexpr uint32_t kProbeRounds =
+    1 + kProbeBatches * kRoundsPerBatch;  // the first brings both here
+// Placement changes while a job runs (the scheduler, or the host under a virtual machine), so it is
+// measured again.
 constexpr uint64_t kOperationsBetweenProbes = 512;
 
 std::function<void()>& interrupt_check() {
@@ -84,7 +91,8 @@ void ShmCommunicator::leave() {
   wake_all(mine);
 }
 
-// ---- one operation -------------------------------------------------------------------------------------------------
+// ---- one operation
+// -------------------------------------------------------------------------------------------------
 
 void ShmCommunicator::execute(const Request& request) {
   check_entry();
@@ -217,10 +225,11 @@ void ShmCommunicator::reduce_scatter(const Request& request) {
   slots_.advance(two_shot_reduce_scatter(slots_, chunked_math(request), input_of, output, count));
 }
 
-// ---- the head of an operation --------------------------------------------------------------------------------------
+// ---- the head of an operation
+// --------------------------------------------------------------------------------------
 
-// Announcement s lies where s - 2 lay. That is safe to overwrite: I finished s - 1 only after seeing every peer enter s - 1,
-// and a peer enters s - 1 after it has read all it wanted of s - 2.
+// Announcement s lies where s - 2 lay. That is safe to overwrite: I finished s - 1 only after
+// seeing every peer enter s - 1, and a peer enters s - 1 after it has read all it wanted of s - 2.
 void ShmCommunicator::announce(const Request& request, const void* payload, int64_t payload_bytes) {
   Announcement& mine = announcement_of(rank());
   if (payload_bytes > 0) std::memcpy(mine.payload, payload, static_cast<size_t>(payload_bytes));
@@ -234,8 +243,8 @@ void ShmCommunicator::announce(const Request& request, const void* payload, int6
   set_and_wake(header.sequence, sequence_, segment_->area(rank()).entered.sleepers);
 }
 
-// Every rank sees every peer's header, whatever it needs from it: so a mismatch is noticed on all ranks, and no operation
-// returns before all ranks have entered it.
+// Every rank sees every peer's header, whatever it needs from it: so a mismatch is noticed on all
+// ranks, and no operation returns before all ranks have entered it.
 void ShmCommunicator::meet() {
   const OperationHeader& mine = announcement_of(rank()).header;
   for (int peer = 0; peer < world_size(); ++peer) {
@@ -264,11 +273,11 @@ void ShmCommunicator::throw_mismatch(int peer) {
     return concat("rank ", rank, " called ", describe(request));
   };
   const int first = std::min(rank(), peer), second = std::max(rank(), peer);
-  throw Error(ErrorKind::kMismatch,
-              concat("ranks disagree on operation ", sequence_, ": ", call(first), " but ",
-                     call(second),
-                     ". Every rank must make the same calls in the same order, with equal counts "
-                     "and dtypes."));
+  throw Error(
+      ErrorKind::kMismatch,
+      concat("ranks disagree on operation ", sequence_, ": ", call(first), " but ", call(second),
+             ". Every rank must make the same calls in the same order, with equal counts "
+             "and dtypes."));
 }
 
 Math ShmCommunicator::chunked_math(const Request& request) {
@@ -276,7 +285,8 @@ Math ShmCommunicator::chunked_math(const Request& request) {
   return Math(request.dtype, request.op, world_size(), stream_);
 }
 
-// ---- placement -----------------------------------------------------------------------------------------------------
+// ---- placement
+// -----------------------------------------------------------------------------------------------------
 
 void ShmCommunicator::measure_latency_now_and_then() {
   const ShmConfig& config = segment_->head().config;
@@ -291,42 +301,49 @@ void ShmCommunicator::measure_latency_now_and_then() {
   }
 }
 
-// Rank 0 exchanges a flag with each peer in turn; the slowest counts. All ranks then know rank 0's figure.
+// Rank 0 exchanges a flag with each peer in turn; the slowest peer counts, and all ranks learn it.
 void ShmCommunicator::measure_latency() {
-  RankArea& area0 = segment_->area(0);
-  const auto wait_for = [this](int peer, Flag& flag, uint32_t target) {
-    wait_until(flag.value, target, flag.sleepers, patience_, WaitGuard{*this, peer});
-  };
-  const uint32_t start = load_acquire(segment_->area(rank()).latency_probe.value);
+  Flag& flag0 = segment_->area(0).latency_probe;
+  const uint32_t base0 = probe_base_;  // rank 0's flag before this measurement
+  probe_base_ += static_cast<uint32_t>(world_size() - 1) * kProbeRounds + 1;
   if (rank() == 0) {
-    uint32_t number = start;
     double slowest = 0;
-    for (int peer = 1; peer < world_size(); ++peer) {
-      Flag& theirs = segment_->area(peer).latency_probe;
-      const uint32_t base = load_acquire(theirs.value);
-      Clock::time_point began;
-      for (int round = 0; round <= kProbeRounds; ++round) {
-        if (round == 1) began = Clock::now();  // the first round only brings the two together
-        set_and_wake(area0.latency_probe.value, ++number, area0.latency_probe.sleepers);
-        wait_for(peer, theirs, base + static_cast<uint32_t>(round) + 1);
-      }
-      const std::chrono::duration<double, std::nano> took = Clock::now() - began;
-      slowest = std::max(slowest, took.count() / kProbeRounds / 2);
-    }
-    area0.flag_latency_ns = static_cast<uint32_t>(slowest);
-    set_and_wake(area0.latency_probe.value, ++number, area0.latency_probe.sleepers);
+    for (int peer = 1; peer < world_size(); ++peer)
+      slowest = std::max(slowest, round_trip_ns(peer, base0 + (peer - 1) * kProbeRounds) / 2);
+    segment_->area(0).flag_latency_ns = static_cast<uint32_t>(slowest);
+    set_and_wake(flag0.value, probe_base_, flag0.sleepers);
     return;
   }
-  // Rank 0's counter advances by kProbeRounds + 1 for every peer before me; mine answers my share of it.
-  const uint32_t rounds = kProbeRounds + 1;
-  const uint32_t base = probe_base_ + static_cast<uint32_t>(rank() - 1) * rounds;
+  const uint32_t turn = base0 + static_cast<uint32_t>(rank() - 1) * kProbeRounds;
   Flag& mine = segment_->area(rank()).latency_probe;
-  for (uint32_t round = 1; round <= rounds; ++round) {
-    wait_for(0, area0.latency_probe, base + round);
-    set_and_wake(mine.value, start + round, mine.sleepers);
+  for (uint32_t round = 1; round <= kProbeRounds; ++round) {
+    wait_for_flag(0, flag0, turn + round);
+    set_and_wake(mine.value, turn + round, mine.sleepers);
   }
-  probe_base_ += static_cast<uint32_t>(world_size() - 1) * rounds + 1;
-  wait_for(0, area0.latency_probe, probe_base_);
+  wait_for_flag(0, flag0, probe_base_);
+}
+
+// Rank 0's side of the exchange with one peer: kProbeRounds flags from `turn` on, each answered.
+double ShmCommunicator::round_trip_ns(int peer, uint32_t turn) {
+  Flag& mine = segment_->area(0).latency_probe;
+  Flag& theirs = segment_->area(peer).latency_probe;
+  const auto exchange = [&] {
+    set_and_wake(mine.value, ++turn, mine.sleepers);
+    wait_for_flag(peer, theirs, turn);
+  };
+  exchange();
+  double fastest = 1e9;
+  for (int batch = 0; batch < kProbeBatches; ++batch) {
+    const auto began = Clock::now();
+    for (int round = 0; round < kRoundsPerBatch; ++round) exchange();
+    const std::chrono::duration<double, std::nano> took = Clock::now() - began;
+    fastest = std::min(fastest, took.count() / kRoundsPerBatch);
+  }
+  return fastest;
+}
+
+void ShmCommunicator::wait_for_flag(int peer, Flag& flag, uint32_t target) const {
+  wait_until(flag.value, target, flag.sleepers, patience_, WaitGuard{*this, peer});
 }
 
 double ShmCommunicator::flag_latency_ns() {
@@ -336,7 +353,8 @@ double ShmCommunicator::flag_latency_ns() {
   return segment_->area(0).flag_latency_ns;
 }
 
-// ---- the end of a wait ---------------------------------------------------------------------------------------------
+// ---- the end of a wait
+// ---------------------------------------------------------------------------------------------
 
 std::string ShmCommunicator::where() const {
   return concat("rank ", rank(), ": ", describe(*request_), " (operation ", sequence_, ")");
@@ -387,12 +405,13 @@ void ShmCommunicator::throw_if_ended() const {
               concat(where(), " ended, since another rank reported: ", record.message));
 }
 
-// At the start of one. The first call after a failure elsewhere reports its kind, later ones that all is over.
+// At the start of one. The first call after a failure elsewhere reports its kind, later ones that
+// all is over.
 void ShmCommunicator::check_entry() {
   const AbortRecord& record = segment_->head().abort;
   if (__builtin_expect(load_acquire(record.state.value) != kSet && !failed_, 1)) return;
-  const ErrorKind kind = std::exchange(failed_, true) ? ErrorKind::kAborted
-                                                      : static_cast<ErrorKind>(record.kind);
+  const ErrorKind kind =
+      std::exchange(failed_, true) ? ErrorKind::kAborted : static_cast<ErrorKind>(record.kind);
   throw Error(kind, concat("rank ", rank(), ": this communicator ended before: ", record.message,
                            " -- destroy the process group and initialise it again to go on."));
 }

@@ -18,7 +18,8 @@
 
 namespace pycomm {
 
-// Called about every 50 ms by a caller's thread that sleeps in an operation; throws to end it (Ctrl-C).
+// Called about every 50 ms by a caller's thread that sleeps in an operation; throws to end it
+// (Ctrl-C).
 void set_interrupt_check(std::function<void()> check);
 
 class ShmCommunicator : public Communicator, private Watch {
@@ -43,9 +44,14 @@ class ShmCommunicator : public Communicator, private Watch {
   void all_gather(const Request& request);
   void reduce_scatter(const Request& request);
   void measure_latency();
+  double round_trip_ns(int peer, uint32_t turn);
+  void wait_for_flag(int peer, Flag& flag, uint32_t target) const;
 
-  // The head of every operation: publish my header with up to kEagerBytes of data, then see every peer's.
-  Announcement& announcement_of(int rank) { return segment_->area(rank).announcements[sequence_ & 1]; }
+  // The head of every operation: publish my header with up to kEagerBytes of data, then see every
+  // peer's.
+  Announcement& announcement_of(int rank) {
+    return segment_->area(rank).announcements[sequence_ & 1];
+  }
   void announce(const Request& request, const void* payload = nullptr, int64_t payload_bytes = 0);
   void meet();
   [[noreturn]] void throw_mismatch(int peer);

@@ -9,7 +9,8 @@
 
 namespace pycomm {
 
-// Looks after a rank's waits: see wait_until. Implemented by the communicator, which knows the operation in progress.
+// Looks after a rank's waits: see wait_until. Implemented by the communicator, which knows the
+// operation in progress.
 class Watch {
  public:
   virtual bool check_wait(int peer, bool sleeping) const = 0;
@@ -56,7 +57,8 @@ class ShmSlots {
     wait(peer, stage, base_ + static_cast<uint32_t>(chunk) + 1);
   }
 
-  // Ends an operation of `chunks` chunks: the next one's are numbered behind them. Every rank must have drained them.
+  // Ends an operation of `chunks` chunks: the next one's are numbered behind them. Every rank must
+  // have drained them.
   void advance(int64_t chunks) { base_ += static_cast<uint32_t>(chunks); }
 
  private:

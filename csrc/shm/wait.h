@@ -19,9 +19,14 @@
 
 namespace pycomm {
 
-// Shared words are plain integers, so that other compilers can see the structs; these are their only accessors.
-inline uint32_t load_acquire(const uint32_t& word) { return __atomic_load_n(&word, __ATOMIC_ACQUIRE); }
-inline uint32_t load_ordered(const uint32_t& word) { return __atomic_load_n(&word, __ATOMIC_SEQ_CST); }
+// Shared words are plain integers, so that other compilers can see the structs; these are their
+// only accessors.
+inline uint32_t load_acquire(const uint32_t& word) {
+  return __atomic_load_n(&word, __ATOMIC_ACQUIRE);
+}
+inline uint32_t load_ordered(const uint32_t& word) {
+  return __atomic_load_n(&word, __ATOMIC_SEQ_CST);
+}
 inline void store_ordered(uint32_t& word, uint32_t value) {
   __atomic_store_n(&word, value, __ATOMIC_SEQ_CST);
 }
@@ -50,15 +55,15 @@ inline void futex_wake_all(uint32_t& word) {
   syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
-// Sets a word and wakes its sleepers, if any. Store and load are both sequentially consistent, like the sleeper's
-// announcement and its last look: one of the two sees the other.
+// Sets a word and wakes its sleepers, if any. Store and load are both sequentially consistent, like
+// the sleeper's announcement and its last look: one of the two sees the other.
 inline void set_and_wake(uint32_t& word, uint32_t value, const uint32_t& sleepers) {
   store_ordered(word, value);
   if (__builtin_expect(load_ordered(sleepers) != 0, 0)) futex_wake_all(word);
 }
 
-// How long to poll before yielding, and to yield before sleeping. With more ranks than cores the peer cannot run
-// while we spin, so we yield at once.
+// How long to poll before yielding, and to yield before sleeping. With more ranks than cores the
+// peer cannot run while we spin, so we yield at once.
 struct Patience {
   int spin_polls;
   int yields;
@@ -67,9 +72,10 @@ struct Patience {
 // How long a sleeper sleeps at most before it looks for deadline, abort, signals and dead peers.
 inline constexpr std::chrono::milliseconds kSleep{50};
 
-// Waits until the word of a peer reaches `target`. guard.check(sleeping) is called every so often, also while polling; it
-// throws on abort or past the deadline, and returns false if the peer is gone. What a peer posted before it went still
-// counts, so only a last look at the word decides that guard.lost() throws.
+// Waits until the word of a peer reaches `target`. guard.check(sleeping) is called every so often,
+// also while polling; it throws on abort or past the deadline, and returns false if the peer is
+// gone. What a peer posted before it went still counts, so only a last look at the word decides
+// that guard.lost() throws.
 template <class Guard>
 void wait_until(uint32_t& word, uint32_t target, uint32_t& sleepers, const Patience& patience,
                 const Guard& guard) {
@@ -89,7 +95,9 @@ void wait_until(uint32_t& word, uint32_t target, uint32_t& sleepers, const Patie
   }
   struct Sleeper {
     uint32_t& count;
-    explicit Sleeper(uint32_t& word) : count(word) { __atomic_add_fetch(&count, 1, __ATOMIC_SEQ_CST); }
+    explicit Sleeper(uint32_t& word) : count(word) {
+      __atomic_add_fetch(&count, 1, __ATOMIC_SEQ_CST);
+    }
     ~Sleeper() { __atomic_sub_fetch(&count, 1, __ATOMIC_SEQ_CST); }
   } sleeper(sleepers);
   for (;;) {

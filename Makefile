@@ -1,0 +1,53 @@
+# `make demo` and `make test` do everything from a fresh clone: they make .venv, install, build. Second runs reuse it.
+# PYTHON chooses the interpreter of a new .venv, TORCH the torch in it (e.g. TORCH='torch==2.13.0').
+
+PYTHON ?= python3
+TORCH ?= torch>=2.11,<2.16
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+TOOLS := pybind11 ninja setuptools wheel
+SANITIZE := tests/cpp/run.sh
+
+export PATH := $(abspath $(BIN)):$(PATH)
+
+.PHONY: build demo test bench lint format sanitize clean
+
+$(INSTALLED): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet '$(TORCH)' $(TOOLS)
+	$(BIN)/python -m pip install --quiet $$($(BIN)/python tools/requirements.py demo test lint)
+	echo $(CURDIR) > $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/pycomm-dev.pth
+	touch $@
+
+build: $(INSTALLED)
+	$(BIN)/python setup.py --quiet build_ext --inplace
+
+demo: build
+	$(BIN)/python examples/train_digits.py $(ARGS)
+
+test: build
+	$(BIN)/python -m pytest $(ARGS)
+
+bench: build
+	$(BIN)/python benchmarks/collectives.py $(ARGS)
+
+lint: $(INSTALLED)
+	ruff check .
+	ruff format --check .
+	clang-format --dry-run --Werror $$(git ls-files '*.h' '*.cpp' '*.cu' '*.cuh')
+	mypy
+
+format: $(INSTALLED)
+	ruff check --fix-only .
+	ruff format .
+	clang-format -i $$(git ls-files '*.h' '*.cpp' '*.cu' '*.cuh')
+
+# The C++ core with ranks as threads, under ThreadSanitizer and AddressSanitizer.
+sanitize:
+	$(SANITIZE) thread
+	$(SANITIZE) address
+
+clean:
+	rm -rf build pycomm/*.so pycomm/_build_info.py

@@ -1,0 +1,603 @@
+"""Every collective against a reference that torch computes in the same process.
+
+One launch per world size runs a whole grid of sizes, dtypes, ops and algorithms. Inputs are small
+integers, so that sums and products are exact and results must be equal to the last bit; they repeat
+every PERIOD elements, a prime, so that an element that went to a wrong place is noticed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import G, run, td
+
+import pycomm
+
+PERIOD: Final = 1009
+WORLDS: Final = (1, 2, 3, 4, 8)
+# Nothing, one element, an odd few, nearly 1024, past the eager limit of 16 KiB for all dtypes of
+# two bytes and more, and past a slot of 256 KiB for those of four.
+COUNTS: Final = (0, 1, 7, 1023, 9001, 100_003)
+
+INTS: Final = (
+    torch.int8,
+    torch.uint8,
+    torch.int16,
+    torch.uint16,
+    torch.int32,
+    torch.uint32,
+    torch.int64,
+    torch.uint64,
+)
+FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+REALS: Final = INTS + FLOATS
+COMPLEX: Final = (torch.complex64, torch.complex128)
+MOVED_ONLY: Final = (torch.bool, torch.float8_e4m3fn, torch.float8_e5m2)
+ALGORITHMS: Final = ("auto", "one_shot", "two_shot", "ring")
+OPS: Final = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.AVG,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+
+def all_gather_single(*args: Any, **kwargs: Any) -> Any:
+    """torch's all-gather into one tensor, by the name that this torch has for it."""
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    return getattr(dist, name)(*args, **kwargs)
+
+
+def reduce_scatter_single(*args: Any, **kwargs: Any) -> Any:
+    """torch's reduce-scatter of one tensor, by the name that this torch has for it."""
+    new = hasattr(dist, "reduce_scatter_single")
+    return getattr(dist, "reduce_scatter_single" if new else "reduce_scatter_tensor")(
+        *args, **kwargs
+    )
+
+
+# Inputs and references.
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What a reference is computed in."""
+    if dtype in INTS:
+        return torch.int64
+    return dtype if dtype in (torch.float64, *COMPLEX) else torch.float32
+
+
+def pattern(rank: int, op: str, dtype: torch.dtype) -> torch.Tensor:
+    """One period of a rank's input: integers whose sum over 8 ranks fits all dtypes."""
+    i = torch.arange(PERIOD)
+    values = torch.where((i + rank) % 3 == 0, 2, 1) if op == "product" else (i * 7 + rank * 4) % 15
+    if dtype.is_signed:
+        values = torch.where((i + 2 * rank) % 5 == 0, -values, values)
+    if dtype.is_complex:
+        return torch.complex(values.double(), values.flip(0).double()).to(dtype)
+    return values.to(wide(dtype))
+
+
+def expected(n: int, op: str, dtype: torch.dtype) -> torch.Tensor:
+    """One period of the result: in rank order, in the wide type, rounded once."""
+    ranks = [pattern(rank, op, dtype) for rank in range(n)]
+    total = ranks[0].clone()
+    for other in ranks[1:]:
+        if op == "product":
+            total *= other
+        elif op in ("min", "max"):
+            total = getattr(torch, op + "imum")(total, other)
+        else:
+            total += other
+    if op == "avg":  # by parts: torch divides a complex number by n + 0i, which rounds otherwise
+        parts = torch.view_as_real(total) if dtype.is_complex else total
+        parts.div_(n, rounding_mode="trunc" if dtype in INTS else None)
+    return total.to(dtype)
+
+
+def spread(period: torch.Tensor, count: int) -> torch.Tensor:
+    """`count` elements that repeat `period`."""
+    return period.repeat(count // PERIOD + 1)[:count].clone()
+
+
+def payload(seed: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Random bits of any dtype: what is only moved must arrive as it was."""
+    if dtype is torch.bool:
+        return torch.randint(0, 2, (count,), generator=G(seed)).to(torch.bool)
+    size = count * dtype.itemsize
+    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=G(seed)).view(dtype)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have the same dtype, shape and bits."""
+    alike = a.dtype == b.dtype and a.shape == b.shape
+    return alike and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def digest(t: torch.Tensor) -> str:
+    """The bits of a tensor in short, to compare them between ranks."""
+    return hashlib.sha256(t.view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+# all_reduce
+
+
+def check_all_reduce(
+    n: int, rank: int, dtypes: tuple[torch.dtype, ...], counts: tuple[int, ...]
+) -> list[str]:
+    """The cells of the grid that are wrong."""
+    comm = pycomm.get_communicator()
+    wrong = []
+    for dtype in dtypes:
+        for op in OPS if dtype in REALS else ("sum", "avg"):
+            mine = spread(pattern(rank, op, dtype).to(dtype), max(counts))
+            right = spread(expected(n, op, dtype), max(counts))
+            for count in counts:
+                for algorithm in ALGORITHMS:
+                    t = mine[:count].clone()
+                    comm.all_reduce(t, op, algorithm=algorithm)
+                    if not same(t, right[:count]):
+                        wrong.append(f"{dtype} {op} {count} {algorithm}")
+    return wrong
+
+
+@pytest.mark.parametrize("n", WORLDS)
+def test_all_reduce_grid(n: int) -> None:
+    """Sizes x dtypes x ops x algorithms, through the Communicator, are right to the last bit."""
+
+    def worker(rank: int, n: int) -> list[str]:
+        return check_all_reduce(n, rank, REALS + COMPLEX, COUNTS)
+
+    assert run(n, worker, wall=60) == [[]] * n
+
+
+@pytest.mark.parametrize("n", WORLDS)
+def test_all_reduce_of_several_megabytes(n: int) -> None:
+    """Many slots' worth, so that the slot queue wraps, with every algorithm and an odd count."""
+
+    def worker(rank: int, n: int) -> list[str]:
+        return check_all_reduce(n, rank, (torch.bfloat16,), (1_500_007,))
+
+    assert run(n, worker, wall=60) == [[]] * n
+
+
+@pytest.mark.parametrize("streaming", ["always", "never"])
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_all_reduce_through_tiny_slots(n: int, streaming: str) -> None:
+    """Four slots of a page: chunk and shard ends, and waiting for free slots, at every algorithm."""
+
+    def worker(rank: int, n: int) -> list[str]:
+        dtypes = (torch.int8, torch.float16, torch.float32, torch.complex128)
+        return check_all_reduce(n, rank, dtypes, (1023, 4097, 16_385, 33_333))
+
+    env = {"PYCOMM_SLOT_BYTES": "4096", "PYCOMM_SLOTS": "4", "PYCOMM_STREAMING": streaming}
+    assert run(n, worker, env=env, wall=60) == [[]] * n
+
+
+@pytest.mark.parametrize("n", WORLDS)
+def test_all_reduce_through_dist(n: int) -> None:
+    """dist.all_reduce agrees with the reference for every dtype and op."""
+
+    def worker(rank: int, n: int) -> list[str]:
+        wrong = []
+        for dtype in REALS + COMPLEX:
+            for op in OPS if dtype in REALS else ("sum", "avg"):
+                for count in (0, 7, 20_011):
+                    t = spread(pattern(rank, op, dtype).to(dtype), count)
+                    dist.all_reduce(t, OPS[op])
+                    if not same(t, spread(expected(n, op, dtype), count)):
+                        wrong.append(f"{dtype} {op} {count}")
+        return wrong
+
+    assert run(n, worker) == [[]] * n
+
+
+def test_shapes_survive_and_numpy_arrays_work() -> None:
+    """Any shape, also none, is reduced in place; so is a numpy array, which speaks DLPack."""
+
+    def worker(rank: int, n: int) -> tuple[float, list[list[float]], list[float]]:
+        comm = pycomm.get_communicator()
+        scalar, matrix = torch.tensor(rank + 1.0), torch.full((2, 3), rank + 1.0)
+        array = torch.full((3,), rank + 1.0).numpy()
+        dist.all_reduce(scalar)
+        comm.all_reduce(matrix)
+        comm.all_reduce(array)
+        return scalar.item(), matrix.tolist(), array.tolist()
+
+    assert run(2, worker) == [(3.0, [[3.0] * 3] * 2, [3.0] * 3)] * 2
+
+
+# Moving data
+
+
+def moved_counts(dtype: torch.dtype) -> tuple[int, ...]:
+    """None, one, a few, past the eager limit, past a slot."""
+    return 0, 1, 7, 16_384 // dtype.itemsize + 3, 262_144 // dtype.itemsize + 5
+
+
+@pytest.mark.parametrize("n", WORLDS)
+def test_broadcast_from_every_root(n: int) -> None:
+    """Every dtype's bits arrive unchanged from every root, by both interfaces."""
+
+    def worker(rank: int, n: int) -> list[str]:
+        comm = pycomm.get_communicator()
+        wrong = []
+        for dtype in REALS + COMPLEX + MOVED_ONLY:
+            for count in moved_counts(dtype):
+                for root in range(n):
+                    right = payload(root, count, dtype)
+                    a, b = payload(rank, count, dtype), payload(rank, count, dtype)
+                    comm.broadcast(a, root)
+                    dist.broadcast(b, root)
+                    if not (same(a, right) and same(b, right)):
+                        wrong.append(f"{dtype} {count} {root}")
+        return wrong
+
+    assert run(n, worker) == [[]] * n
+
+
+@pytest.mark.parametrize("n", WORLDS)
+def test_all_gather_into_lists_and_single_tensors(n: int) -> None:
+    """Every dtype's bits arrive unchanged, in rank order, by both interfaces and in both forms."""
+
+    def worker(rank: int, n: int) -> list[str]:
+        comm = pycomm.get_communicator()
+        wrong = []
+        for dtype in REALS + COMPLEX + MOVED_ONLY:
+            for count in moved_counts(dtype):
+                mine = payload(rank, count, dtype)
+                right = torch.cat([payload(r, count, dtype) for r in range(n)])
+                outs = [torch.zeros(n * count, dtype=dtype) for _ in range(4)]
+                lists = [list(out.split(count)) if count else [out] * n for out in outs]
+                comm.all_gather(lists[0], mine)
+                dist.all_gather(lists[1], mine)
+                comm.all_gather_single(outs[2], mine)
+                all_gather_single(outs[3], mine)
+                bad = [i for i, out in enumerate(outs) if not same(out, right)]
+                if bad:
+                    wrong.append(f"{dtype} {count} forms {bad}")
+        return wrong
+
+    assert run(n, worker) == [[]] * n
+
+
+def test_all_gather_in_place() -> None:
+    """The input may lie in its own part of the output, at sizes that take either way."""
+
+    def worker(rank: int, n: int) -> list[bool]:
+        results = []
+        for count in (5, 100_003):
+            out = torch.zeros(n * count)
+            part = out[rank * count : (rank + 1) * count]
+            part.fill_(rank + 1)
+            all_gather_single(out, part)
+            results.append(same(out, torch.arange(1.0, n + 1).repeat_interleave(count)))
+        return results
+
+    assert run(3, worker) == [[True, True]] * 3
+
+
+@pytest.mark.parametrize("n", WORLDS)
+def test_reduce_scatter_of_lists_and_single_tensors(n: int) -> None:
+    """Each rank gets its part of the reduction, by both interfaces and in both forms."""
+
+    def worker(rank: int, n: int) -> list[str]:
+        comm = pycomm.get_communicator()
+        wrong = []
+        for dtype in REALS + COMPLEX:
+            for op in OPS if dtype in REALS else ("sum", "avg"):
+                mine, right = pattern(rank, op, dtype).to(dtype), expected(n, op, dtype)
+                for count in (0, 1, 7, 1023, 30_011):
+                    whole = spread(mine, n * count)
+                    part = spread(right, n * count)[rank * count : (rank + 1) * count]
+                    parts = list(whole.split(count)) if count else [whole] * n
+                    outs = [torch.zeros(count, dtype=dtype) for _ in range(4)]
+                    comm.reduce_scatter(outs[0], parts, op)
+                    dist.reduce_scatter(outs[1], parts, OPS[op])
+                    comm.reduce_scatter_single(outs[2], whole, op)
+                    reduce_scatter_single(outs[3], whole, OPS[op])
+                    bad = [i for i, out in enumerate(outs) if not same(out, part)]
+                    if bad or not same(whole, spread(mine, n * count)):
+                        wrong.append(f"{dtype} {op} {count} forms {bad}")
+        return wrong
+
+    assert run(n, worker, wall=60) == [[]] * n
+
+
+def test_reduce_scatter_in_place() -> None:
+    """The output may be its own part of the input, at sizes that take either way."""
+
+    def worker(rank: int, n: int) -> list[bool]:
+        results = []
+        for count in (5, 100_003):
+            whole = torch.arange(1.0, n + 1).repeat_interleave(count) * (rank + 1)
+            part = whole[rank * count : (rank + 1) * count]
+            reduce_scatter_single(part, whole)
+            results.append(same(part, torch.full((count,), (rank + 1.0) * n * (n + 1) / 2)))
+        return results
+
+    assert run(3, worker) == [[True, True]] * 3
+
+
+@pytest.mark.parametrize("n", WORLDS)
+def test_barrier_lets_nobody_pass_before_all_have_come(n: int, tmp_path: Path) -> None:
+    """After a barrier, every rank sees what each peer did before it; by both interfaces."""
+
+    def worker(rank: int, n: int) -> bool:
+        comm = pycomm.get_communicator()
+        barriers: tuple[Callable[[], object], ...] = (
+            comm.barrier,
+            dist.barrier,
+            lambda: comm.barrier(async_op=True).wait(),
+        )
+        complete = True
+        for turn, barrier in enumerate(barriers):
+            (tmp_path / f"{turn}.{rank}").touch()
+            barrier()
+            complete &= len(list(tmp_path.glob(f"{turn}.*"))) == n
+        return complete
+
+    assert run(n, worker) == [True] * n
+
+
+# Order
+
+
+def test_async_calls_may_be_waited_for_in_any_order() -> None:
+    """Several operations in flight, by both interfaces, waited for last first, are all right."""
+
+    def worker(rank: int, n: int) -> bool:
+        comm = pycomm.get_communicator()
+        tensors = [torch.full((count,), rank + 1.0) for count in (1, 70_001, 9001, 300_007) * 3]
+        works: list[Any] = [
+            comm.all_reduce(t, async_op=True) if i % 2 else dist.all_reduce(t, async_op=True)
+            for i, t in enumerate(tensors)
+        ]
+        for work in reversed(works):
+            work.wait()
+        done = all(w.is_done() if i % 2 else w.is_completed() for i, w in enumerate(works))
+        return done and all((t == n * (n + 1) / 2).all().item() for t in tensors)
+
+    assert run(3, worker) == [True] * 3
+
+
+def test_async_forms_of_every_collective() -> None:
+    """async_op=True is honoured by each collective; temporaries may be dropped before they end."""
+
+    def worker(rank: int, n: int) -> bool:
+        comm = pycomm.get_communicator()
+        big, small = 50_021, 3
+        results = []
+        for count in (big, small):
+            x = torch.full((count,), rank + 1.0)
+            b, g = x.clone(), torch.zeros(n * count)
+            outs = [torch.zeros(count) for _ in range(n)]
+            s, s2 = torch.zeros(count), torch.zeros(count)
+            works: list[Any] = [
+                comm.broadcast(b, n - 1, async_op=True),
+                comm.all_gather_single(g, x.clone(), async_op=True),
+                dist.all_gather(outs, x.clone(), async_op=True),
+                comm.reduce_scatter_single(s, x.repeat(n), async_op=True),
+                dist.reduce_scatter(s2, [x.clone() for _ in range(n)], async_op=True),
+                dist.barrier(async_op=True),
+            ]
+            for work in works:
+                work.wait()
+            right = torch.arange(1.0, n + 1).repeat_interleave(count)
+            total = n * (n + 1) / 2
+            results += [(b == n).all(), same(g, right), same(torch.cat(outs), right)]
+            results += [(s == total).all(), (s2 == total).all()]
+        return all(bool(r) for r in results)
+
+    assert run(3, worker) == [True] * 3
+
+
+def test_futures_carry_the_result() -> None:
+    """get_future().then runs after the operation and sees its result, also if asked late."""
+
+    def worker(rank: int, n: int) -> list[float]:
+        t, u = torch.full((50_001,), rank + 1.0), torch.full((2,), rank + 1.0)
+        early = dist.all_reduce(t, async_op=True)
+        assert early is not None
+        first = early.get_future().then(lambda f: f.value()[0][-1].item() * 2)
+        late = dist.all_reduce(u, async_op=True)
+        assert late is not None
+        late.wait()
+        second = late.get_future().then(lambda f: f.value()[0].sum().item())
+        return [first.wait(), second.wait()]
+
+    assert run(2, worker) == [[6.0, 6.0]] * 2
+
+
+def test_sync_calls_queue_behind_async_ones() -> None:
+    """A synchronous call runs after the asynchronous ones before it, whose work is then done."""
+
+    def worker(rank: int, n: int) -> tuple[float, float, bool]:
+        comm = pycomm.get_communicator()
+        t = torch.full((200_003,), rank + 1.0)
+        works: list[Any] = [dist.all_reduce(t, async_op=True) for _ in range(3)]
+        comm.all_reduce(t)  # of the same tensor: each adds up what the one before it left
+        u = torch.full((5,), rank + 1.0)
+        pending = comm.all_reduce(u, async_op=True)
+        dist.all_reduce(u)
+        pending.wait()
+        return t[-1].item(), u[0].item(), all(w.is_completed() for w in works)
+
+    assert run(2, worker) == [(3.0 * 8, 6.0, True)] * 2
+
+
+# Groups
+
+
+def test_overlapping_groups_used_in_turn() -> None:
+    """Sub-groups of 4 ranks, interleaved and partly in flight at once, do not disturb each other."""
+
+    def worker(rank: int, n: int) -> list[str]:
+        subsets = ([0, 1, 2, 3], [1, 3], [0, 1, 2], [2, 3], [3])
+        groups = [(ranks, dist.new_group(ranks)) for ranks in subsets]
+        mine = [(ranks, group) for ranks, group in groups if rank in ranks]
+        wrong = []
+        for turn in range(10):
+            count = (3, 40_009)[turn % 2]
+            flight = []
+            for ranks, group in mine:
+                t = torch.full((count,), rank + 1.0)
+                flight.append((ranks, t, dist.all_reduce(t, group=group, async_op=True)))
+            for ranks, t, work in reversed(flight):
+                assert work is not None
+                work.wait()
+                if not (t == sum(r + 1 for r in ranks)).all():
+                    wrong.append(f"all_reduce {ranks}")
+            for ranks, group in mine:
+                t = torch.full((count,), float(rank))
+                dist.broadcast(t, src=ranks[-1], group=group)
+                gathered = [torch.zeros(count) for _ in ranks]
+                dist.all_gather(gathered, torch.full((count,), float(rank)), group=group)
+                if not (t == ranks[-1]).all():
+                    wrong.append(f"broadcast {ranks}")
+                if [g[-1].item() for g in gathered] != ranks:
+                    wrong.append(f"all_gather {ranks}")
+        return wrong
+
+    assert run(4, worker) == [[]] * 4
+
+
+def test_communicators_made_without_process_groups(tmp_path: Path) -> None:
+    """create_communicator serves several communicators of one store, apart by a PrefixStore."""
+
+    def worker(rank: int, n: int) -> tuple[list[float], bool]:
+        store = dist.FileStore(str(tmp_path / "store"), n)
+        whole = pycomm.create_communicator(dist.PrefixStore("a", store), rank, n, td(8))
+        turned = pycomm.create_communicator(dist.PrefixStore("b", store), n - 1 - rank, n, td(8))
+        s, t, u = (torch.tensor([float(rank)]) for _ in range(3))
+        whole.all_reduce(s)
+        turned.broadcast(t, 0)  # which is the last rank
+        whole.broadcast(u, 0)
+        facts = (turned.rank, whole.rank, whole.world_size) == (n - 1 - rank, rank, n)
+        whole.shutdown()
+        turned.barrier()
+        turned.shutdown()
+        return [s.item(), t.item(), u.item()], facts and not dist.is_initialized()
+
+    assert run(3, worker, init=False) == [([3.0, 2.0, 0.0], True)] * 3
+
+
+def test_a_new_default_group_in_the_same_process(tmp_path: Path) -> None:
+    """destroy_process_group and init_process_group may follow each other any number of times."""
+
+    def worker(rank: int, n: int) -> list[float]:
+        results = []
+        for turn in range(3):
+            method = f"file://{tmp_path}/{turn}"
+            dist.init_process_group("pycomm", init_method=method, rank=rank, world_size=n)
+            t = torch.full((30_001,), rank + 1.0)
+            dist.all_reduce(t)
+            results.append(t[-1].item())
+            dist.destroy_process_group()
+        return results
+
+    assert run(2, worker, init=False) == [[3.0] * 3] * 2
+
+
+def test_sequence_and_stats_count_operations() -> None:
+    """`sequence` is equal on all ranks and grows by one; stats() counts operations and bytes."""
+
+    def worker(rank: int, n: int) -> tuple[int, int, int, int]:
+        comm = pycomm.get_communicator()
+        before, sequence = comm.stats(), comm.sequence
+        comm.all_reduce(torch.ones(10))
+        comm.barrier()
+        after = comm.stats()
+        moved = after["bytes"] - before["bytes"], after["operations"] - before["operations"]
+        return sequence, comm.sequence - sequence, *moved
+
+    results = run(2, worker)
+    assert results[0] == results[1]
+    assert results[0][1:] == (2, 40, 2)
+
+
+# Bits
+
+
+def random_input(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Values of many magnitudes, so that the order of additions shows in the result."""
+    g = G(rank)
+    scale = torch.randint(-6, 7, (count,), generator=g).float()
+    return (torch.randn(count, generator=g) * torch.exp2(scale)).to(dtype)
+
+
+def in_rank_order(n: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """The float32 sum of all ranks' inputs, rank 0 first."""
+    total = random_input(0, count, dtype).float()
+    for rank in range(1, n):
+        total += random_input(rank, count, dtype).float()
+    return total
+
+
+def pieces(t: torch.Tensor, cut: int) -> Iterator[torch.Tensor]:
+    """The tensor in parts of `cut` elements."""
+    yield from t.split(cut)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("n", [2, 3, 4, 8])
+def test_bits_depend_on_neither_rank_nor_algorithm_nor_split(n: int, dtype: torch.dtype) -> None:
+    """Sums and averages are those in rank order, bit for bit, however the data is cut."""
+    count = 70_001
+
+    def worker(rank: int, n: int) -> list[str]:
+        comm = pycomm.get_communicator()
+        found = []
+        for op in ("sum", "avg"):
+            for algorithm in ALGORITHMS:
+                for cut in (count, 4099, 33_333):
+                    t = random_input(rank, count, dtype)
+                    for piece in pieces(t, cut):
+                        comm.all_reduce(piece, op, algorithm=algorithm)
+                    found.append(digest(t))
+        for op in ("sum", "avg"):
+            part = torch.zeros(count, dtype=dtype)
+            whole = random_input(rank, count, dtype).repeat(n)
+            comm.reduce_scatter_single(part, whole, op)
+            found.append(digest(part))
+        return found
+
+    total = in_rank_order(n, count, dtype)
+    right_sum, right_avg = digest(total.to(dtype)), digest((total / n).to(dtype))
+    right = [right_sum] * 12 + [right_avg] * 12 + [right_sum, right_avg]
+    assert run(n, worker, wall=60) == [right] * n
+
+
+def test_the_order_of_the_sum_shows_in_the_bits() -> None:
+    """The data of the test above would betray another order of additions."""
+    inputs = [random_input(rank, 70_001, torch.float32) for rank in range(3)]
+    forwards = inputs[0] + inputs[1] + inputs[2]
+    assert not torch.equal(forwards, inputs[1] + inputs[2] + inputs[0])
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_nan_of_any_rank_wins_min_and_max_everywhere(n: int) -> None:
+    """A NaN, of either sign and on any rank, is the result of min and max on every rank."""
+
+    def worker(rank: int, n: int) -> list[str]:
+        comm = pycomm.get_communicator()
+        wrong = []
+        for dtype in FLOATS:
+            for op in ("min", "max"):
+                for algorithm in ALGORITHMS:
+                    for count in (2 * n + 1, 20_011):
+                        t = torch.full((count,), float(rank), dtype=dtype)
+                        t[rank], t[n + rank] = torch.nan, -torch.nan
+                        comm.all_reduce(t, op, algorithm=algorithm)
+                        rest = 0 if op == "min" else n - 1
+                        if not (t[: 2 * n].isnan().all() and (t[2 * n :] == rest).all()):
+                            wrong.append(f"{dtype} {op} {algorithm} {count}")
+        return wrong
+
+    assert run(n, worker) == [[]] * n
