@@ -22,7 +22,7 @@ $(INSTALLED): pyproject.toml
 	touch $@
 
 build: $(INSTALLED)
-	$(BIN)/python setup.py --quiet build_ext --inplace
+	$(BIN)/python setup.py --quiet egg_info build_ext --inplace
 
 demo: build
 	$(BIN)/python examples/train_digits.py $(ARGS)

@@ -102,9 +102,19 @@ py::dict support_table() {
 
 using Timeout = std::optional<milliseconds>;  // none: the communicator's
 
-// An operation's Python arguments, kept alive until the worker is done with them.
+bool is_finalizing() {
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsFinalizing() != 0;
+#else
+  return _Py_IsFinalizing() != 0;
+#endif
+}
+
+// An operation's Python arguments, kept alive until the worker is done with them. Once the
+// interpreter goes, they are left to it: the GIL can no longer be had.
 std::shared_ptr<void> keep(py::object object) {
   return std::shared_ptr<void>(object.release().ptr(), [](void* pointer) {
+    if (!Py_IsInitialized() || is_finalizing()) return;
     py::gil_scoped_acquire gil;
     py::handle(static_cast<PyObject*>(pointer)).dec_ref();
   });
@@ -331,9 +341,20 @@ Streaming parse_streaming(const std::string& text) {
               "streaming must be auto, never or always, not '" + text + "'");
 }
 
+// Ends a communicator without the GIL: it joins the worker, which may be waiting for the GIL to
+// drop its arguments.
+void destroy(Communicator* communicator) {
+  if (Py_IsInitialized() && PyGILState_Check()) {
+    py::gil_scoped_release release;
+    delete communicator;
+  } else {
+    delete communicator;
+  }
+}
+
 std::shared_ptr<Communicator> make_communicator(std::shared_ptr<Segment> segment, int rank,
                                                 milliseconds timeout) {
-  return std::make_shared<ShmCommunicator>(std::move(segment), rank, timeout);
+  return {new ShmCommunicator(std::move(segment), rank, timeout), destroy};
 }
 
 void bind_shm(py::module_& m) {

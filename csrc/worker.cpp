@@ -66,40 +66,44 @@ Worker::~Worker() { stop(); }
 std::shared_ptr<Pending> Worker::enqueue(std::function<void()> work) {
   auto pending = std::make_shared<Pending>(std::move(work));
   {
-    std::lock_guard<std::mutex> lock(mutex_);
-    PYCOMM_CHECK(!stopping_, kAborted, "the communicator has been shut down");
-    if (!thread_.joinable()) thread_ = std::thread([this] { loop(); });
-    queue_.push_back(pending);
-    depth_.fetch_add(1, std::memory_order_release);
+    std::lock_guard<std::mutex> lock(state_->mutex);
+    PYCOMM_CHECK(!state_->stopping, kAborted, "the communicator has been shut down");
+    if (!thread_.joinable()) thread_ = std::thread([state = state_] { loop(state); });
+    state_->queue.push_back(pending);
+    state_->depth.fetch_add(1, std::memory_order_release);
   }
-  changed_.notify_one();
+  state_->changed.notify_one();
   return pending;
 }
 
 void Worker::stop() {
   {
-    std::lock_guard<std::mutex> lock(mutex_);
-    stopping_ = true;
+    std::lock_guard<std::mutex> lock(state_->mutex);
+    state_->stopping = true;
   }
-  changed_.notify_one();
-  if (thread_.joinable() && !is_current_thread()) thread_.join();
+  state_->changed.notify_one();
+  if (!thread_.joinable()) return;
+  if (thread_.get_id() == std::this_thread::get_id())
+    thread_.detach();
+  else
+    thread_.join();
 }
 
 bool Worker::is_current_thread() { return on_worker_thread; }
 
-void Worker::loop() {
+void Worker::loop(const std::shared_ptr<State>& state) {
   on_worker_thread = true;
   for (;;) {
     std::shared_ptr<Pending> next;
     {
-      std::unique_lock<std::mutex> lock(mutex_);
-      changed_.wait(lock, [this] { return stopping_ || !queue_.empty(); });
-      if (queue_.empty()) return;
-      next = std::move(queue_.front());
-      queue_.pop_front();
+      std::unique_lock<std::mutex> lock(state->mutex);
+      state->changed.wait(lock, [&] { return state->stopping || !state->queue.empty(); });
+      if (state->queue.empty()) return;
+      next = std::move(state->queue.front());
+      state->queue.pop_front();
     }
     next->run();
-    depth_.fetch_sub(1, std::memory_order_release);
+    state->depth.fetch_sub(1, std::memory_order_release);
   }
 }
 

@@ -47,22 +47,28 @@ class Pending {
 
 class Worker {
  public:
+  Worker() : state_(std::make_shared<State>()) {}
   ~Worker();
   std::shared_ptr<Pending> enqueue(std::function<void()> work);
   // Operations that are queued or running.
-  int64_t depth() const { return depth_.load(std::memory_order_acquire); }
+  int64_t depth() const { return state_->depth.load(std::memory_order_acquire); }
   // Runs what is queued, then ends the thread. Further work is refused.
   void stop();
+  // Whether the caller is some communicator's worker.
   static bool is_current_thread();
 
  private:
-  void loop();
+  // Shared with the thread, which may outlive the Worker if its own work destroys it.
+  struct State {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::deque<std::shared_ptr<Pending>> queue;
+    std::atomic<int64_t> depth{0};
+    bool stopping = false;
+  };
+  static void loop(const std::shared_ptr<State>& state);
 
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<std::shared_ptr<Pending>> queue_;
-  std::atomic<int64_t> depth_{0};
-  bool stopping_ = false;
+  std::shared_ptr<State> state_;
   std::thread thread_;
 };
 

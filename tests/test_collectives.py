@@ -8,6 +8,7 @@ every PERIOD elements, a prime, so that an element that went to a wrong place is
 from __future__ import annotations
 
 import hashlib
+import importlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -106,12 +107,18 @@ def spread(period: torch.Tensor, count: int) -> torch.Tensor:
     return period.repeat(count // PERIOD + 1)[:count].clone()
 
 
-def payload(seed: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+def noise(ranks: int) -> list[torch.Tensor]:
+    """Random bytes, other ones for each rank."""
+    return [
+        torch.randint(0, 256, (262_144 + 256,), dtype=torch.uint8, generator=G(rank))
+        for rank in range(ranks)
+    ]
+
+
+def payload(bank: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
     """Random bits of any dtype: what is only moved must arrive as it was."""
-    if dtype is torch.bool:
-        return torch.randint(0, 2, (count,), generator=G(seed)).to(torch.bool)
-    size = count * dtype.itemsize
-    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=G(seed)).view(dtype)
+    raw = bank[: count * dtype.itemsize]
+    return (raw & 1 if dtype is torch.bool else raw.clone()).view(dtype)
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -123,6 +130,12 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 def digest(t: torch.Tensor) -> str:
     """The bits of a tensor in short, to compare them between ranks."""
     return hashlib.sha256(t.view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def finished(work: Any) -> None:
+    """Wait for what a call with async_op=True returned, which must be something."""
+    assert work is not None
+    work.wait()
 
 
 # all_reduce
@@ -227,12 +240,13 @@ def test_broadcast_from_every_root(n: int) -> None:
 
     def worker(rank: int, n: int) -> list[str]:
         comm = pycomm.get_communicator()
+        bank = noise(n)
         wrong = []
         for dtype in REALS + COMPLEX + MOVED_ONLY:
             for count in moved_counts(dtype):
                 for root in range(n):
-                    right = payload(root, count, dtype)
-                    a, b = payload(rank, count, dtype), payload(rank, count, dtype)
+                    right = payload(bank[root], count, dtype)
+                    a, b = payload(bank[rank], count, dtype), payload(bank[rank], count, dtype)
                     comm.broadcast(a, root)
                     dist.broadcast(b, root)
                     if not (same(a, right) and same(b, right)):
@@ -248,11 +262,12 @@ def test_all_gather_into_lists_and_single_tensors(n: int) -> None:
 
     def worker(rank: int, n: int) -> list[str]:
         comm = pycomm.get_communicator()
+        bank = noise(n)
         wrong = []
         for dtype in REALS + COMPLEX + MOVED_ONLY:
             for count in moved_counts(dtype):
-                mine = payload(rank, count, dtype)
-                right = torch.cat([payload(r, count, dtype) for r in range(n)])
+                mine = payload(bank[rank], count, dtype)
+                right = torch.cat([payload(bank[r], count, dtype) for r in range(n)])
                 outs = [torch.zeros(n * count, dtype=dtype) for _ in range(4)]
                 lists = [list(out.split(count)) if count else [out] * n for out in outs]
                 comm.all_gather(lists[0], mine)
@@ -334,7 +349,7 @@ def test_barrier_lets_nobody_pass_before_all_have_come(n: int, tmp_path: Path) -
         barriers: tuple[Callable[[], object], ...] = (
             comm.barrier,
             dist.barrier,
-            lambda: comm.barrier(async_op=True).wait(),
+            lambda: finished(comm.barrier(async_op=True)),
         )
         complete = True
         for turn, barrier in enumerate(barriers):
@@ -399,20 +414,75 @@ def test_async_forms_of_every_collective() -> None:
 
 
 def test_futures_carry_the_result() -> None:
-    """get_future().then runs after the operation and sees its result, also if asked late."""
+    """get_future().then runs after the operation and sees its result."""
 
-    def worker(rank: int, n: int) -> list[float]:
-        t, u = torch.full((50_001,), rank + 1.0), torch.full((2,), rank + 1.0)
-        early = dist.all_reduce(t, async_op=True)
-        assert early is not None
-        first = early.get_future().then(lambda f: f.value()[0][-1].item() * 2)
-        late = dist.all_reduce(u, async_op=True)
-        assert late is not None
-        late.wait()
-        second = late.get_future().then(lambda f: f.value()[0].sum().item())
-        return [first.wait(), second.wait()]
+    def worker(rank: int, n: int) -> float:
+        t = torch.full((50_001,), rank + 1.0)
+        work = dist.all_reduce(t, async_op=True)
+        assert work is not None
+        future = work.get_future().then(lambda f: f.value()[0][-1].item() * 2)
+        result: float = future.wait()
+        return result
 
-    assert run(2, worker) == [[6.0, 6.0]] * 2
+    assert run(2, worker) == [6.0] * 2
+
+
+def test_futures_asked_for_late() -> None:
+    """get_future() after wait(), also at the very moment that the work ends, has the result."""
+
+    def worker(rank: int, n: int) -> set[float]:
+        sums = set()
+        for _ in range(300):
+            t = torch.full((2,), rank + 1.0)
+            work = dist.all_reduce(t, async_op=True)
+            assert work is not None
+            work.wait()
+            sums.add(work.get_future().then(lambda f: f.value()[0].sum().item()).wait())
+        return sums
+
+    assert run(2, worker) == [{6.0}] * 2
+
+
+@pytest.mark.parametrize("form", ["sync", "future"])
+def test_a_callback_may_communicate(form: str) -> None:
+    """A future's callback may wait for another collective, as torch's PowerSGD hook does."""
+
+    def worker(rank: int, n: int) -> float:
+        t, u = torch.full((200_003,), rank + 1.0), torch.full((5,), rank + 1.0)
+        work: Any = dist.all_reduce(t, async_op=True)
+
+        def more(future: Any) -> float:
+            again: Any = dist.all_reduce(u, async_op=form == "future")
+            if form == "future":
+                again.get_future().wait()
+            return u[0].item()
+
+        result: float = work.get_future().then(more).wait()
+        return result
+
+    assert run(2, worker, wall=6) == [3.0] * 2
+
+
+def test_torch_forms_that_are_built_on_these() -> None:
+    """Objects, coalesced calls and the functional collectives of torch.compile and DTensor work."""
+
+    def worker(rank: int, n: int) -> list[Any]:
+        functional: Any = importlib.import_module("torch.distributed._functional_collectives")
+        objects: list[Any] = [None] * n
+        dist.all_gather_object(objects, {"rank": rank})
+        sent = [f"from {rank}"]
+        dist.broadcast_object_list(sent, n - 1)
+        a, b = torch.ones(5), torch.full((20_011,), 2.0)
+        dist.all_reduce_coalesced([a, b])
+        total = functional.all_reduce(torch.ones(2), "sum", dist.group.WORLD)
+        mine = torch.full((1,), float(rank))
+        gathered = functional.all_gather_tensor(mine, 0, dist.group.WORLD)
+        part = functional.reduce_scatter_tensor(torch.arange(2.0), "sum", 0, dist.group.WORLD)
+        numbers = [a[-1].item(), b[-1].item(), *total.tolist(), *gathered.tolist()]
+        return [[o["rank"] for o in objects], sent, numbers, part.tolist()]
+
+    common = [[0, 1], ["from 1"], [2.0, 4.0, 2.0, 2.0, 0.0, 1.0]]
+    assert run(2, worker) == [[*common, [0.0]], [*common, [2.0]]]
 
 
 def test_sync_calls_queue_behind_async_ones() -> None:
@@ -426,7 +496,7 @@ def test_sync_calls_queue_behind_async_ones() -> None:
         u = torch.full((5,), rank + 1.0)
         pending = comm.all_reduce(u, async_op=True)
         dist.all_reduce(u)
-        pending.wait()
+        finished(pending)
         return t[-1].item(), u[0].item(), all(w.is_completed() for w in works)
 
     assert run(2, worker) == [(3.0 * 8, 6.0, True)] * 2
@@ -440,7 +510,7 @@ def test_overlapping_groups_used_in_turn() -> None:
 
     def worker(rank: int, n: int) -> list[str]:
         subsets = ([0, 1, 2, 3], [1, 3], [0, 1, 2], [2, 3], [3])
-        groups = [(ranks, dist.new_group(ranks)) for ranks in subsets]
+        groups: list[tuple[list[int], Any]] = [(s, dist.new_group(s)) for s in subsets]
         mine = [(ranks, group) for ranks, group in groups if rank in ranks]
         wrong = []
         for turn in range(10):
@@ -450,8 +520,7 @@ def test_overlapping_groups_used_in_turn() -> None:
                 t = torch.full((count,), rank + 1.0)
                 flight.append((ranks, t, dist.all_reduce(t, group=group, async_op=True)))
             for ranks, t, work in reversed(flight):
-                assert work is not None
-                work.wait()
+                finished(work)
                 if not (t == sum(r + 1 for r in ranks)).all():
                     wrong.append(f"all_reduce {ranks}")
             for ranks, group in mine:
