@@ -75,6 +75,8 @@ ARCHITECTURES = ("80", "90", "100")
 CXX_FLAGS = ["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-psabi"]
 # GCC 12 warns about its own AVX-512 headers.
 CXX_FLAGS += ["-Wno-maybe-uninitialized", "-Wno-uninitialized"]
+# Sums and products of integers wrap, as torch's do.
+CXX_FLAGS += ["-fwrapv"]
 NVCC_FLAGS = ["-std=c++17", "-O3", "--threads=2", "-Xcompiler=-fPIC,-fvisibility=hidden"]
 NVCC_FLAGS += [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES]
 

@@ -23,8 +23,13 @@ Communicator::Communicator(int rank, int world_size, std::chrono::milliseconds t
     : rank_(rank), world_size_(world_size), timeout_(timeout) {
   PYCOMM_CHECK(rank >= 0 && rank < world_size, kInvalidArgument, "rank ", rank,
                " is not in a world of ", world_size);
-  PYCOMM_CHECK(timeout.count() > 0, kInvalidArgument, "rank ", rank,
+  set_timeout(timeout);
+}
+
+void Communicator::set_timeout(std::chrono::milliseconds timeout) {
+  PYCOMM_CHECK(timeout.count() > 0, kInvalidArgument, "rank ", rank_,
                ": the timeout must be positive, not ", timeout.count(), " ms");
+  timeout_.store(timeout);
 }
 
 void Communicator::check(const Request& request) const {
@@ -85,7 +90,9 @@ std::shared_ptr<Pending> Communicator::submit(Request request, bool async,
                                               std::shared_ptr<void> keep_alive) {
   check(request);
   check_overlap(request);
-  if (!async && worker_.depth() == 0) {
+  // A completion callback that communicates runs on the worker: queued behind itself it would wait
+  // for ever.
+  if ((!async && worker_.depth() == 0) || worker_.is_mine()) {
     execute_in_turn(request);
     return nullptr;
   }

@@ -57,7 +57,7 @@ class Communicator {
   int rank() const { return rank_; }
   int world_size() const { return world_size_; }
   std::chrono::milliseconds timeout() const { return timeout_.load(); }
-  void set_timeout(std::chrono::milliseconds timeout) { timeout_.store(timeout); }
+  virtual void set_timeout(std::chrono::milliseconds timeout);
   virtual const char* transport() const = 0;
 
   // Runs the request, on the calling thread if it is synchronous and nothing is queued: then null

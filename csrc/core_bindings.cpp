@@ -30,7 +30,6 @@ namespace {
 using std::chrono::milliseconds;
 
 // ---- error.h
-// -------------------------------------------------------------------------------------------------------
 
 void set_python_error(const Error& error) {
   static constexpr const char* kClasses[] = {"Error",        "InvalidArgument", "MismatchError",
@@ -58,7 +57,6 @@ void check_signals() {
 }
 
 // ---- common.h
-// ------------------------------------------------------------------------------------------------------
 
 template <class Enum>
 Enum parse(const std::string& text, std::initializer_list<Enum> values, const Caller& caller,
@@ -98,9 +96,17 @@ py::dict support_table() {
 #undef PYCOMM_LIST
 
 // ---- communicator.h
-// ------------------------------------------------------------------------------------------------
 
-using Timeout = std::optional<milliseconds>;  // none: the communicator's
+using Timeout = std::optional<std::chrono::microseconds>;  // none: the communicator's
+
+// At least a millisecond, since 0 means "the communicator's" to a Request.
+milliseconds to_limit(const Timeout& timeout, int rank) {
+  if (!timeout) return milliseconds(0);
+  PYCOMM_CHECK(timeout->count() != 0, kInvalidArgument, "rank ", rank,
+               ": a timeout of 0 leaves no time; leave it out for the communicator's");
+  return timeout->count() < 0 ? std::chrono::floor<milliseconds>(*timeout)
+                              : std::chrono::ceil<milliseconds>(*timeout);
+}
 
 bool is_finalizing() {
 #if PY_VERSION_HEX >= 0x030D0000
@@ -136,7 +142,7 @@ class PyPending {
 
 std::unique_ptr<PyPending> submit(Communicator& self, Request request, Timeout timeout, bool async,
                                   py::object tensors) {
-  request.timeout = timeout.value_or(milliseconds(0));
+  request.timeout = to_limit(timeout, self.rank());
   std::shared_ptr<void> kept = async ? keep(std::move(tensors)) : nullptr;
   std::shared_ptr<Pending> pending;
   {
@@ -212,6 +218,14 @@ std::unique_ptr<PyPending> reduce_scatter_single(Communicator& self, py::object 
   return submit(self, std::move(request), timeout, async, py::make_tuple(output, input));
 }
 
+// An empty list would look like the single-buffer form; other wrong lengths are noticed by
+// Communicator::check.
+void check_list(const py::list& tensors, const Communicator& self, const Caller& caller) {
+  PYCOMM_CHECK(!tensors.empty(), kInvalidArgument, caller,
+               ": needs a list with one tensor per rank, ", self.world_size(),
+               ", not an empty one");
+}
+
 std::unique_ptr<PyPending> all_gather(Communicator& self, py::list outputs, py::object input,
                                       Timeout timeout, bool async) {
   const Caller caller{self.rank(), Operation::kAllGather};
@@ -221,6 +235,7 @@ std::unique_ptr<PyPending> all_gather(Communicator& self, py::list outputs, py::
   request.dtype = part.dtype;
   request.count = part.count;
   request.input = part.data;
+  check_list(outputs, self, caller);
   for (const py::handle output : outputs) {
     const TensorView view = view_of(output, caller);
     check_parts(view, part, 1, caller);
@@ -239,6 +254,7 @@ std::unique_ptr<PyPending> reduce_scatter(Communicator& self, py::object output,
   request.op = parse_op(op, caller);
   request.count = part.count;
   request.output = part.data;
+  check_list(inputs, self, caller);
   for (const py::handle input : inputs) {
     const TensorView view = view_of(input, caller);
     check_parts(view, part, 1, caller);
@@ -331,7 +347,6 @@ PeerDiedError or AbortedError on all ranks otherwise, after which the communicat
 }
 
 // ---- shm/
-// ----------------------------------------------------------------------------------------------------------
 
 Streaming parse_streaming(const std::string& text) {
   if (text == "auto") return Streaming::kAuto;
@@ -390,7 +405,6 @@ void bind_shm(py::module_& m) {
 }
 
 // ---- kernels/
-// ------------------------------------------------------------------------------------------------------
 
 void bind_kernels(py::module_& m) {
   m.def("instruction_set", &instruction_set, "The CPU kernels in use: avx512, avx2 or generic.");

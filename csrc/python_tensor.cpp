@@ -17,6 +17,8 @@ namespace {
 
 bool is_contiguous(const dlpack::Tensor& tensor) {
   if (!tensor.strides) return true;
+  for (int dim = 0; dim < tensor.dimensions; ++dim)
+    if (tensor.shape[dim] == 0) return true;
   int64_t expected = 1;
   for (int dim = tensor.dimensions - 1; dim >= 0; --dim) {
     if (tensor.shape[dim] != 1 && tensor.strides[dim] != expected) return false;
@@ -96,14 +98,40 @@ const dlpack::ExchangeApi* exchange_api(PyTypeObject* type) {
   return api;
 }
 
+bool answers_yes(const py::handle& object, const char* question) {
+  const py::object method = py::getattr(object, question, py::none());
+  return !method.is_none() && py::cast<bool>(method());
+}
+
+// torch's lazy views: their memory is not what they stand for, and DLPack cannot say so.
+void check_not_lazy(const py::handle& object, const dlpack::Tensor& tensor, const Caller& caller) {
+  const bool lazy = answers_yes(object, "is_neg") ||
+                    (tensor.dtype.code == dlpack::kComplex && answers_yes(object, "is_conj"));
+  PYCOMM_CHECK(!lazy, kInvalidArgument, caller, ": a tensor of shape ",
+               std::string(py::str(object.attr("shape"))),
+               " is a conjugate or negative view; pass x.resolve_conj().resolve_neg()");
+}
+
+// What a user can act on, in place of the producer's own error.
+[[noreturn]] void throw_not_plain(const py::handle& object, const Caller& caller) {
+  PyErr_Clear();
+  const auto text = [&](const char* name) {
+    return std::string(py::str(py::getattr(object, name, py::str("unknown"))));
+  };
+  throw Error(
+      ErrorKind::kInvalidArgument,
+      concat(caller, ": a tensor of shape ", text("shape"), ", dtype ", text("dtype"), ", device ",
+             text("device"), " and layout ", text("layout"), " is not plain CPU memory"));
+}
+
 }  // namespace
 
 TensorView view_of(const py::handle& object, const Caller& caller) {
   dlpack::Tensor tensor;
   if (const auto* api = exchange_api(Py_TYPE(object.ptr()))) {
-    if (api->borrow(object.ptr(), &tensor) == 0) return checked_view(tensor, caller);
-    const py::error_already_set error;
-    throw Error(ErrorKind::kInvalidArgument, concat(caller, ": ", error.what()));
+    if (api->borrow(object.ptr(), &tensor) != 0) throw_not_plain(object, caller);
+    check_not_lazy(object, tensor, caller);
+    return checked_view(tensor, caller);
   }
   PYCOMM_CHECK(py::hasattr(object, "__dlpack__"), kInvalidArgument, caller,
                ": expected a tensor, got ", std::string(py::str(py::type::handle_of(object))));
@@ -114,8 +142,8 @@ TensorView view_of(const py::handle& object, const Caller& caller) {
         static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
     if (!managed) throw py::error_already_set();
     return checked_view(managed->tensor, caller);
-  } catch (const py::error_already_set& error) {
-    throw Error(ErrorKind::kInvalidArgument, concat(caller, ": ", error.what()));
+  } catch (const py::error_already_set&) {
+    throw_not_plain(object, caller);
   }
 }
 

@@ -83,7 +83,7 @@ void Worker::stop() {
   }
   state_->changed.notify_one();
   if (!thread_.joinable()) return;
-  if (thread_.get_id() == std::this_thread::get_id())
+  if (is_mine())
     thread_.detach();
   else
     thread_.join();

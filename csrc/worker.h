@@ -56,6 +56,7 @@ class Worker {
   void stop();
   // Whether the caller is some communicator's worker.
   static bool is_current_thread();
+  bool is_mine() const { return thread_.get_id() == std::this_thread::get_id(); }
 
  private:
   // Shared with the thread, which may outlive the Worker if its own work destroys it.

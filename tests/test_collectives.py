@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import random
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -432,11 +434,13 @@ def test_futures_asked_for_late() -> None:
 
     def worker(rank: int, n: int) -> set[float]:
         sums = set()
-        for _ in range(300):
+        for turn in range(600):
             t = torch.full((2,), rank + 1.0)
-            work = dist.all_reduce(t, async_op=True)
-            assert work is not None
-            work.wait()
+            work: Any = dist.all_reduce(t, async_op=True)
+            if turn % 2:
+                work.wait()
+            while not work.is_completed():
+                pass
             sums.add(work.get_future().then(lambda f: f.value()[0].sum().item()).wait())
         return sums
 
@@ -500,6 +504,106 @@ def test_sync_calls_queue_behind_async_ones() -> None:
         return t[-1].item(), u[0].item(), all(w.is_completed() for w in works)
 
     assert run(2, worker) == [(3.0 * 8, 6.0, True)] * 2
+
+
+def random_call(comm: Any, rank: int, choice: random.Random) -> tuple[Any, Callable[[], bool]]:
+    """Start an operation that `choice`, alike on all ranks, picks; and how to check its result."""
+    n, count = comm.world_size, choice.choice((0, 1, 33, 1000, 4096, 5555, 20_000, 77_777))
+    dtype, op = choice.choice(REALS), choice.choice(tuple(OPS))
+    kind, root = choice.choice(("reduce", "broadcast", "gather", "scatter")), choice.randrange(n)
+    algorithm, later = choice.choice(ALGORITHMS), choice.random() < 0.5
+    mine, right = pattern(rank, op, dtype).to(dtype), expected(n, op, dtype)
+    if kind == "reduce":
+        t = spread(mine, count)
+        work = comm.all_reduce(t, op, algorithm=algorithm, async_op=later)
+        return work, lambda: same(t, spread(right, count))
+    if kind == "broadcast":
+        t = spread(mine, count)
+        work = comm.broadcast(t, root, async_op=later)
+        return work, lambda: same(t, spread(pattern(root, op, dtype).to(dtype), count))
+    if kind == "gather":
+        t = torch.zeros(n * count, dtype=dtype)
+        work = comm.all_gather_single(t, spread(mine, count), async_op=later)
+        parts = [spread(pattern(r, op, dtype).to(dtype), count) for r in range(n)]
+        return work, lambda: same(t, torch.cat(parts))
+    t = torch.zeros(count, dtype=dtype)
+    work = comm.reduce_scatter_single(t, spread(mine, n * count), op, async_op=later)
+    return work, lambda: same(t, spread(right, n * count)[rank * count :][:count])
+
+
+@pytest.mark.parametrize("slots", ["4", "8"])
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_random_sequences(n: int, slots: str) -> None:
+    """Operations of all kinds, sizes and dtypes, in random order, some in flight, through slots of
+    a page: what one leaves behind in the slots is not taken for another's.
+    """
+
+    def worker(rank: int, n: int) -> list[int]:
+        comm = pycomm.get_communicator()
+        choice = random.Random(int(slots) * n)
+        wrong, flight = [], []
+        for turn in range(250):
+            work, is_right = random_call(comm, rank, choice)
+            flight.append((turn, work, is_right))
+            if choice.random() < 0.3:
+                for number, pending, check in reversed(flight):
+                    if pending is not None:
+                        pending.wait()
+                    if not check():
+                        wrong.append(number)
+                flight.clear()
+        comm.barrier()
+        return wrong
+
+    env = {"PYCOMM_SLOT_BYTES": "4096", "PYCOMM_SLOTS": slots}
+    assert run(n, worker, env=env) == [[]] * n
+
+
+def test_threads_with_a_communicator_each() -> None:
+    """Two threads of each rank communicate at once, each through its own communicator."""
+
+    def worker(rank: int, n: int) -> list[float]:
+        store = dist.distributed_c10d._get_default_store()
+        comms = [
+            pycomm.create_communicator(dist.PrefixStore(str(i), store), rank, n, td(8))
+            for i in range(2)
+        ]
+        totals = [torch.full((40_009,), rank + 1.0, dtype=torch.float64) for _ in comms]
+
+        def work(i: int) -> None:
+            for _ in range(50):
+                comms[i].all_reduce(totals[i], "avg" if i else "max")
+                comms[i].barrier()
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return [t[-1].item() for t in totals]
+
+    assert run(2, worker) == [[2.0, 1.5]] * 2
+
+
+def test_more_ranks_than_cores_and_slots() -> None:
+    """16 ranks: the ring's pipeline is longer than the slot queue, and shards are very small."""
+
+    def worker(rank: int, n: int) -> list[bool]:
+        comm = pycomm.get_communicator()
+        results = []
+        for algorithm in ALGORITHMS:
+            for count in (5, 50_021):
+                t = torch.full((count,), rank + 1, dtype=torch.int32)
+                comm.all_reduce(t, algorithm=algorithm)
+                results.append(bool((t == n * (n + 1) // 2).all()))
+        part, whole = torch.zeros(1001), torch.full((16_016,), rank + 1.0)
+        comm.reduce_scatter_single(part, whole)
+        gathered = torch.zeros(16_016)
+        comm.all_gather_single(gathered, part)
+        return [*results, bool((gathered == n * (n + 1) / 2).all())]
+
+    env = {"PYCOMM_SLOT_BYTES": "4096", "PYCOMM_SLOTS": "4"}
+    assert run(16, worker, env=env) == [[True] * 9] * 16
 
 
 # Groups

@@ -14,7 +14,6 @@ namespace {
 using c10d::OpType;
 
 // ---- argument translation
-// ------------------------------------------------------------------------------------------
 
 DType to_dtype(at::ScalarType type, const std::string& call) {
   switch (type) {
@@ -94,8 +93,38 @@ bool elements_are_distinct(const at::Tensor& tensor) {
   return true;
 }
 
+// True if tensors of one shape write an element of the same memory. Equal strides: an element is
+// shared if the distance of the views is a sum of strides, each taken less than its size.
+bool distance_is_reachable(const std::vector<std::pair<int64_t, int64_t>>& dims, size_t dim,
+                           int64_t distance) {
+  if (dim == dims.size()) return distance == 0;
+  const auto [stride, size] = dims[dim];
+  const int64_t below = distance / stride - (distance % stride < 0 ? 1 : 0);
+  for (const int64_t steps : {below, below + 1})
+    if (std::abs(steps) < size && distance_is_reachable(dims, dim + 1, distance - steps * stride))
+      return true;
+  return false;
+}
+
+int64_t last_offset(const at::Tensor& tensor) {
+  int64_t offset = tensor.storage_offset();
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim)
+    offset += (tensor.size(dim) - 1) * tensor.stride(dim);
+  return offset;
+}
+
+bool share_elements(const at::Tensor& a, const at::Tensor& b) {
+  if (a.numel() == 0 || b.numel() == 0 || !a.is_alias_of(b)) return false;
+  if (a.sizes() != b.sizes() || a.strides() != b.strides())  // interleaved or not: not told apart
+    return a.storage_offset() <= last_offset(b) && b.storage_offset() <= last_offset(a);
+  std::vector<std::pair<int64_t, int64_t>> dims;  // stride, size; widest first
+  for (int64_t dim = 0; dim < a.dim(); ++dim)
+    if (a.size(dim) > 1) dims.emplace_back(a.stride(dim), a.size(dim));
+  std::sort(dims.rbegin(), dims.rend());
+  return distance_is_reachable(dims, 0, b.storage_offset() - a.storage_offset());
+}
+
 // ---- one call
-// ------------------------------------------------------------------------------------------------------
 
 // Builds a Request from tensors: checks them, and replaces those that are not plain memory by
 // contiguous copies, which are written back when the operation is done.
@@ -184,7 +213,12 @@ class Call {
     at::Tensor temporary = at::empty(tensor.sizes(), tensor.options());
     temporary.copy_(tensor);
     kept_.push_back(temporary);
-    if (written) copies_.push_back({temporary, tensor});
+    if (written) {
+      for (const Copy& copy : copies_)
+        PYCOMM_CHECK(!share_elements(copy.destination, tensor), kInvalidArgument, what(),
+                     " overlaps another output");
+      copies_.push_back({temporary, tensor});
+    }
     return temporary;
   }
 
@@ -212,23 +246,27 @@ const std::vector<at::Tensor>& only(const std::vector<std::vector<at::Tensor>>& 
 }  // namespace
 
 // ---- C10dWork
-// ------------------------------------------------------------------------------------------------------
 
 C10dWork::C10dWork(int rank, OpType op, std::vector<at::Tensor> outputs)
     : Work(rank, op), outputs_(std::move(outputs)) {}
 
 void C10dWork::complete(std::exception_ptr exception) {
-  finish(exception);
   c10::intrusive_ptr<c10::ivalue::Future> future;
   {
     std::lock_guard<std::mutex> lock(mutex_);
+    settled_ = true;
+    failure_ = exception;
     future = future_;
   }
-  if (!future) return;
-  if (exception)
-    future->setError(exception);
+  finish(exception);
+  if (future) mark(*future);
+}
+
+void C10dWork::mark(c10::ivalue::Future& future) const {
+  if (failure_)
+    future.setError(failure_);
   else
-    future->markCompleted(c10::IValue(outputs_));
+    future.markCompleted(c10::IValue(outputs_));
 }
 
 bool C10dWork::wait(std::chrono::milliseconds timeout) {
@@ -259,16 +297,12 @@ c10::intrusive_ptr<c10::ivalue::Future> C10dWork::getFuture() {
   if (!future_) {
     future_ =
         c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-    if (completed_ && exception_)
-      future_->setError(exception_);
-    else if (completed_)
-      future_->markCompleted(c10::IValue(outputs_));
+    if (settled_) mark(*future_);
   }
   return future_;
 }
 
 // ---- C10dBackend
-// ---------------------------------------------------------------------------------------------------
 
 C10dBackend::C10dBackend(std::shared_ptr<Communicator> communicator)
     : Backend(communicator->rank(), communicator->world_size()),
@@ -276,7 +310,7 @@ C10dBackend::C10dBackend(std::shared_ptr<Communicator> communicator)
       options_(c10::make_intrusive<Options>(kBackendName, communicator_->timeout())) {}
 
 void C10dBackend::setTimeout(std::chrono::milliseconds timeout) {
-  communicator_->set_timeout(timeout);
+  translated([&] { communicator_->set_timeout(timeout); });
   options_->timeout = timeout;
 }
 
@@ -376,7 +410,6 @@ C10dBackend::WorkPtr C10dBackend::barrier(const c10d::BarrierOptions& options) {
 }
 
 // ---- coalesced forms: one operation after another; the last one's completion is that of all
-// -------------------------
 
 namespace {
 // Runs submit(i) for i < count and returns the last work; earlier ones are waited for by the
@@ -414,7 +447,6 @@ C10dBackend::WorkPtr C10dBackend::reduce_scatter_tensor_coalesced(
 }
 
 // ---- DDP
-// -----------------------------------------------------------------------------------------------------------
 
 c10::intrusive_ptr<c10::ivalue::Future> average(Communicator& communicator,
                                                 const at::Tensor& tensor, bool async) {

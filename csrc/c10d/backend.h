@@ -28,8 +28,12 @@ class C10dWork : public c10d::Work {
   void complete(std::exception_ptr exception);
 
  private:
+  void mark(c10::ivalue::Future& future) const;
+
   std::vector<at::Tensor> outputs_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;  // made when asked for
+  bool settled_ = false;  // complete() has taken over: a future asked for later is marked at once
+  std::exception_ptr failure_;
 };
 
 class C10dBackend : public c10d::Backend {

@@ -78,8 +78,7 @@ __global__ void reduce_kernel(DeviceReduceCall call) {
       result.lanes[lane] = reduce_lane<T, kOp>(call, &contributions[0].lanes[lane], Pack::kLanes);
     static_cast<Pack*>(call.output)[at] = result;
   }
-  const int64_t tail = packs * Pack::kLanes + thread;
-  if (tail < call.count) {
+  for (int64_t tail = packs * Pack::kLanes + thread; tail < call.count; tail += threads) {
     T contributions[kMaxDeviceSources];
     for (int s = 0; s < call.num_sources; ++s)
       contributions[s] = static_cast<const T*>(call.sources[s])[tail];

@@ -29,7 +29,6 @@ PYCOMM_ALWAYS_INLINE V load_unaligned(const void* from) {
 }
 
 // ---- 16-bit floats
-// ----------------------------------------------------------------------------------------------
 
 #if PYCOMM_ISA_LEVEL == 2
 PYCOMM_ALWAYS_INLINE Floats widen_half(const Half* from) {
@@ -84,7 +83,6 @@ PYCOMM_ALWAYS_INLINE Bits16 narrow_bfloat16(Floats value) {
 }
 
 // ---- streaming stores: past the caches, for data that another core will read next
-// --------------------------------
 
 template <class V>
 PYCOMM_ALWAYS_INLINE void stream_store(void* to, const V& value) {
@@ -115,7 +113,6 @@ PYCOMM_ALWAYS_INLINE void stream_fence() {
 }
 
 // ---- elements <-> accumulators
-// -----------------------------------------------------------------------------------
 
 template <class T, class Acc>
 struct Pack {

@@ -81,6 +81,7 @@ ShmCommunicator::~ShmCommunicator() {
 
 void ShmCommunicator::shutdown() {
   stop_worker();
+  closing_ = true;
   leave();
 }
 
@@ -92,7 +93,6 @@ void ShmCommunicator::leave() {
 }
 
 // ---- one operation
-// -------------------------------------------------------------------------------------------------
 
 void ShmCommunicator::execute(const Request& request) {
   check_entry();
@@ -226,7 +226,6 @@ void ShmCommunicator::reduce_scatter(const Request& request) {
 }
 
 // ---- the head of an operation
-// --------------------------------------------------------------------------------------
 
 // Announcement s lies where s - 2 lay. That is safe to overwrite: I finished s - 1 only after
 // seeing every peer enter s - 1, and a peer enters s - 1 after it has read all it wanted of s - 2.
@@ -286,7 +285,6 @@ Math ShmCommunicator::chunked_math(const Request& request) {
 }
 
 // ---- placement
-// -----------------------------------------------------------------------------------------------------
 
 void ShmCommunicator::measure_latency_now_and_then() {
   const ShmConfig& config = segment_->head().config;
@@ -354,7 +352,6 @@ double ShmCommunicator::flag_latency_ns() {
 }
 
 // ---- the end of a wait
-// ---------------------------------------------------------------------------------------------
 
 std::string ShmCommunicator::where() const {
   return concat("rank ", rank(), ": ", describe(*request_), " (operation ", sequence_, ")");
@@ -408,11 +405,15 @@ void ShmCommunicator::throw_if_ended() const {
 // At the start of one. The first call after a failure elsewhere reports its kind, later ones that
 // all is over.
 void ShmCommunicator::check_entry() {
+  PYCOMM_CHECK(!closing_, kAborted, "rank ", rank(), ": this communicator has been shut down");
   const AbortRecord& record = segment_->head().abort;
-  if (__builtin_expect(load_acquire(record.state.value) != kSet && !failed_, 1)) return;
+  const bool recorded = load_acquire(record.state.value) == kSet;
+  if (__builtin_expect(!recorded && !failed_, 1)) return;
+  // Failed here while another rank still writes its report: that must not be read yet.
+  const char* report = recorded ? record.message : "several ranks failed at once";
   const ErrorKind kind =
       std::exchange(failed_, true) ? ErrorKind::kAborted : static_cast<ErrorKind>(record.kind);
-  throw Error(kind, concat("rank ", rank(), ": this communicator ended before: ", record.message,
+  throw Error(kind, concat("rank ", rank(), ": this communicator ended before: ", report,
                            " -- destroy the process group and initialise it again to go on."));
 }
 

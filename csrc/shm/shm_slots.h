@@ -59,7 +59,12 @@ class ShmSlots {
 
   // Ends an operation of `chunks` chunks: the next one's are numbered behind them. Every rank must
   // have drained them.
-  void advance(int64_t chunks) { base_ += static_cast<uint32_t>(chunks); }
+  // Stages that it did not use catch up: left behind for 2^31 chunks, they would seem to lie ahead.
+  void advance(int64_t chunks) {
+    base_ += static_cast<uint32_t>(chunks);
+    for (Flag& stage : segment_.area(rank_).stages)
+      if (stage.value != base_) store_release(stage.value, base_);  // nobody waits for it: no wake
+  }
 
  private:
   char* slot(int rank, int64_t chunk) {

@@ -1,8 +1,9 @@
-// Tests of the communication core in which ranks are threads that share one mapping of a segment, so that sanitizers see
-// every access of every rank. No torch, no Python, no test framework: tests/cpp/run.sh builds and runs it.
+// Tests of the communication core in which ranks are threads that share one mapping of a segment,
+// so that sanitizers see every access of every rank. No torch, no Python, no test framework:
+// tests/cpp/run.sh builds and runs it.
 //
-// The shared part first (checks, threads as ranks, data whose results are exactly predictable), then one block per
-// subject; main() lists them.
+// The shared part first (checks, threads as ranks, data whose results are exactly predictable),
+// then one block per subject; main() lists them.
 #include <unistd.h>
 
 #include <algorithm>
@@ -33,7 +34,7 @@ using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 using Bytes = std::vector<char>;
 
-// ---- checks --------------------------------------------------------------------------------------------------------
+// ---- checks -------------------------------------------------------------------------------------
 
 std::atomic<int64_t> passed{0}, failed{0};
 
@@ -66,13 +67,12 @@ Outcome outcome_of(const std::function<void()>& act) {
 void check_throws(ErrorKind kind, const std::string& part, const std::string& where,
                   const std::function<void()>& act) {
   const Outcome outcome = outcome_of(act);
-  check(outcome.threw && outcome.kind == kind &&
-            outcome.message.find(part) != std::string::npos,
+  check(outcome.threw && outcome.kind == kind && outcome.message.find(part) != std::string::npos,
         concat(where, ": expected kind ", static_cast<int>(kind), " with '", part, "', got kind ",
                static_cast<int>(outcome.kind), ": ", outcome.message));
 }
 
-// ---- threads as ranks ----------------------------------------------------------------------------------------------
+// ---- threads as ranks ---------------------------------------------------------------------------
 
 constexpr milliseconds kPatient{60000};
 
@@ -123,11 +123,12 @@ class Gate {
   std::atomic<bool> open_{false};
 };
 
-// ---- predictable data ----------------------------------------------------------------------------------------------
+// ---- predictable data ---------------------------------------------------------------------------
 
 constexpr int kPeriod = 13;  // coprime to every chunk and shard, so that a misplaced part shows
 
-// What `rank` contributes at position `at`: small integers, exact in every dtype, whose reductions over 8 ranks are too.
+// What `rank` contributes at position `at`: small integers, exact in every dtype, whose reductions
+// over 8 ranks are too.
 int64_t value_of(ReduceOp op, int rank, int64_t at) {
   const int64_t mixed = (at % kPeriod * 5 + rank * 3) % 7;  // 0..6
   if (op == ReduceOp::kProduct) return mixed == 0 && rank < 6 ? 2 : (mixed % 2 ? 1 : -1);
@@ -137,11 +138,16 @@ int64_t value_of(ReduceOp op, int rank, int64_t at) {
 void put(DType dtype, char* to, double value) {
   const auto store = [to](auto typed) { std::memcpy(to, &typed, sizeof typed); };
   switch (dtype) {
-    case DType::kInt8: return store(static_cast<int8_t>(value));
-    case DType::kInt64: return store(static_cast<int64_t>(value));
-    case DType::kFloat16: return store(float_to_half(static_cast<float>(value)));
-    case DType::kFloat32: return store(static_cast<float>(value));
-    default: std::abort();
+    case DType::kInt8:
+      return store(static_cast<int8_t>(value));
+    case DType::kInt64:
+      return store(static_cast<int64_t>(value));
+    case DType::kFloat16:
+      return store(float_to_half(static_cast<float>(value)));
+    case DType::kFloat32:
+      return store(static_cast<float>(value));
+    default:
+      std::abort();
   }
 }
 
@@ -159,9 +165,8 @@ Bytes elements(DType dtype, int64_t count, Value&& value) {
 }
 
 Bytes contribution(DType dtype, ReduceOp op, int rank, int64_t shift, int64_t count) {
-  return elements(dtype, count, [&](int at) {
-    return static_cast<double>(value_of(op, rank, at + shift));
-  });
+  return elements(dtype, count,
+                  [&](int at) { return static_cast<double>(value_of(op, rank, at + shift)); });
 }
 
 Bytes reduction(DType dtype, ReduceOp op, int world_size, int64_t shift, int64_t count) {
@@ -169,10 +174,14 @@ Bytes reduction(DType dtype, ReduceOp op, int world_size, int64_t shift, int64_t
     int64_t result = value_of(op, 0, at + shift);
     for (int rank = 1; rank < world_size; ++rank) {
       const int64_t next = value_of(op, rank, at + shift);
-      if (op == ReduceOp::kMin) result = std::min(result, next);
-      else if (op == ReduceOp::kMax) result = std::max(result, next);
-      else if (op == ReduceOp::kProduct) result *= next;
-      else result += next;
+      if (op == ReduceOp::kMin)
+        result = std::min(result, next);
+      else if (op == ReduceOp::kMax)
+        result = std::max(result, next);
+      else if (op == ReduceOp::kProduct)
+        result *= next;
+      else
+        result += next;
     }
     if (op != ReduceOp::kAvg) return static_cast<double>(result);
     if (dtype == DType::kInt8 || dtype == DType::kInt64)
@@ -181,7 +190,8 @@ Bytes reduction(DType dtype, ReduceOp op, int world_size, int64_t shift, int64_t
   });
 }
 
-// One call with its buffers and what must come out. The user's memory begins one element off a cache line.
+// One call with its buffers and what must come out. The user's memory begins one element off a
+// cache line.
 struct Call {
   Request request;
   std::string name;
@@ -254,12 +264,14 @@ void prepare(Call& call, int rank, int world_size, Form form, bool in_place) {
   if (form == Form::kSingle) return;
   for (int peer = 0; peer < world_size; ++peer) {
     const char* in = call.input.data() + off + peer * bytes;
-    if (request.operation == Operation::kReduceScatter) request.inputs.push_back(in);
-    else request.outputs.push_back(output + peer * bytes);
+    if (request.operation == Operation::kReduceScatter)
+      request.inputs.push_back(in);
+    else
+      request.outputs.push_back(output + peer * bytes);
   }
 }
 
-// ---- the grid: every operation, exact ------------------------------------------------------------------------------
+// ---- the grid: every operation, exact -----------------------------------------------------------
 
 constexpr int64_t kCounts[] = {0, 1, 7, 1000, 5000, 20000};
 constexpr DType kDTypes[] = {DType::kFloat32, DType::kFloat16, DType::kInt8, DType::kInt64};
@@ -283,8 +295,10 @@ class Submitter {
     const bool async = number % 5 != 0;
     std::shared_ptr<Pending> pending = communicator_.submit(call->request, async, nullptr);
     check((pending != nullptr) == async, "submit returns a Pending for asynchronous calls only");
-    if (pending) in_flight_.push_back({std::move(pending), std::move(call)});
-    else call->verify(communicator_.rank());
+    if (pending)
+      in_flight_.push_back({std::move(pending), std::move(call)});
+    else
+      call->verify(communicator_.rank());
     finish(4);
   }
 
@@ -369,7 +383,7 @@ void instruction_sets() {
   set_instruction_set(before.c_str());
 }
 
-// No slot is ever read before it is filled, or refilled before it is read: barriers with work of unequal length between.
+// Memory that only barriers order.
 void barrier_orders_plain_memory() {
   constexpr int kRanks = 4, kRounds = 200;
   std::vector<int> written(kRanks, 0);  // plain: the barriers are all that orders it
@@ -385,30 +399,32 @@ void barrier_orders_plain_memory() {
 
 void automatic_streaming_and_latency() {
   for (const int world_size : {1, 2, 3}) {
-    on_ranks(world_size, small_slots(Streaming::kAuto), kPatient, [](ShmCommunicator& communicator) {
-      const double first = communicator.flag_latency_ns();
-      Submitter submitter(communicator);
-      for (int turn = 0; turn < 1100; ++turn)  // past two of the periodic measurements
-        submitter.submit(request_of(Operation::kAllGather, DType::kInt64, 2100));
-      check(first >= 0 && communicator.flag_latency_ns() >= 0, "flag latency is a time");
-      check(communicator.stats().operations > 0, "operations are counted");
-    });
+    on_ranks(world_size, small_slots(Streaming::kAuto), kPatient,
+             [](ShmCommunicator& communicator) {
+               const double first = communicator.flag_latency_ns();
+               Submitter submitter(communicator);
+               for (int turn = 0; turn < 1100; ++turn)  // past two of the periodic measurements
+                 submitter.submit(request_of(Operation::kAllGather, DType::kInt64, 2100));
+               check(first >= 0 && communicator.flag_latency_ns() >= 0, "flag latency is a time");
+               check(communicator.stats().operations > 0, "operations are counted");
+             });
   }
 }
 
-// ---- several communicators at once ---------------------------------------------------------------------------------
+// ---- several communicators at once --------------------------------------------------------------
 
 void several_communicators() {
   constexpr int kRanks = 3, kGroups = 4, kTurns = 30;
   std::vector<std::shared_ptr<Segment>> segments;
   for (int group = 0; group < kGroups; ++group)
-    segments.push_back(new_segment(kRanks, small_slots(group % 2 ? Streaming::kAlways
-                                                                 : Streaming::kNever)));
+    segments.push_back(
+        new_segment(kRanks, small_slots(group % 2 ? Streaming::kAlways : Streaming::kNever)));
   on_threads(kRanks, [&](int rank) {
     std::vector<std::unique_ptr<ShmCommunicator>> communicators;
     for (const auto& segment : segments)
       communicators.push_back(std::make_unique<ShmCommunicator>(segment, rank, kPatient));
-    // Asynchronously, each rank in another order of groups: their workers must not wait for each other.
+    // Asynchronously, each rank in another order of groups: their workers must not wait for each
+    // other.
     for (int turn = 0; turn < kTurns; ++turn) {
       std::vector<std::unique_ptr<Call>> calls;
       std::vector<std::shared_ptr<Pending>> pending;
@@ -417,8 +433,8 @@ void several_communicators() {
         calls.push_back(std::make_unique<Call>());
         calls.back()->request = request_of(Operation::kAllReduce, DType::kFloat32, 3000 + group);
         prepare(*calls.back(), rank, kRanks, Form::kSingle, false);
-        pending.push_back(
-            communicators[static_cast<size_t>(group)]->submit(calls.back()->request, true, nullptr));
+        pending.push_back(communicators[static_cast<size_t>(group)]->submit(calls.back()->request,
+                                                                            true, nullptr));
       }
       for (size_t index = 0; index < calls.size(); ++index) {
         pending[index]->wait(milliseconds(0));
@@ -442,7 +458,8 @@ void callbacks_and_keep_alive() {
     std::vector<std::shared_ptr<Pending>> pending;
     for (int turn = 0; turn < 20; ++turn) {
       pending.push_back(communicator.submit(Request{}, true, owner));
-      pending.back()->on_done([&](std::exception_ptr exception) { called += exception ? 1000 : 1; });
+      pending.back()->on_done(
+          [&](std::exception_ptr exception) { called += exception ? 1000 : 1; });
     }
     communicator.run(Request{});  // behind all of them
     check(called == 20, "callbacks run before what is queued behind their operations");
@@ -455,7 +472,7 @@ void callbacks_and_keep_alive() {
   });
 }
 
-// ---- errors --------------------------------------------------------------------------------------------------------
+// ---- errors -------------------------------------------------------------------------------------
 
 // One rank makes another call than the rest, in every way that a call can differ.
 void mismatches() {
@@ -604,6 +621,8 @@ void departures() {
       }
       check_throws(ErrorKind::kAborted, "shut down", "asynchronous call after shutdown",
                    [&] { communicator.submit(Request{}, true, nullptr); });
+      check_throws(ErrorKind::kAborted, "shut down", "synchronous call after shutdown",
+                   [&] { communicator.run(Request{}); });
     });
   // Destruction does not finish it: an operation that waits for a peer ends.
   Gate gone;
@@ -689,13 +708,14 @@ void invalid_arguments() {
   }
   config = small_slots(Streaming::kNever);
   config.slot_bytes = 5000;
-  check_throws(ErrorKind::kInvalidArgument, "multiple", "slot_bytes", [&] { new_segment(2, config); });
+  check_throws(ErrorKind::kInvalidArgument, "multiple", "slot_bytes",
+               [&] { new_segment(2, config); });
   for (const int world_size : {0, kMaxRanks + 1})
     check_throws(ErrorKind::kInvalidArgument, "ranks", "world size",
                  [&] { new_segment(world_size, small_slots(Streaming::kNever)); });
 }
 
-// ---- counters that wrap --------------------------------------------------------------------------------------------
+// ---- counters that wrap -------------------------------------------------------------------------
 
 class Deadline : public Watch {
  public:
@@ -709,7 +729,8 @@ class Deadline : public Watch {
   Clock::time_point end_ = Clock::now() + milliseconds(20000);
 };
 
-// Every algorithm over slots whose chunk counter passes 2^32 (or 2^31) in the middle of an operation.
+// Every algorithm over slots whose chunk counter passes 2^32 (or 2^31) in the middle of an
+// operation.
 void algorithms_on_rank(ShmSlots& slots, bool stream) {
   const int rank = slots.rank(), world_size = slots.world_size();
   const DType dtype = DType::kFloat32;
@@ -781,7 +802,7 @@ void flags_reach() {
   }
 }
 
-// ---- arithmetic of shards, chunks and pipelines --------------------------------------------------------------------
+// ---- arithmetic of shards, chunks and pipelines -------------------------------------------------
 
 void shards() {
   for (const int64_t count : {0, 1, 7, 15, 16, 17, 63, 64, 65, 1000, 4096, 4097, 100003})
@@ -837,7 +858,7 @@ void pipelines() {
     }
 }
 
-// ---- 16-bit floats -------------------------------------------------------------------------------------------------
+// ---- 16-bit floats ------------------------------------------------------------------------------
 
 void halves() {
   bool round_trip = true, nan = true, between = true;
@@ -903,8 +924,8 @@ int main(int argc, char** argv) {
     const auto began = Clock::now();
     test.run();
     const std::chrono::duration<double> took = Clock::now() - began;
-    std::printf("%-32s %8lld checks %7.2f s\n", test.name,
-                static_cast<long long>(passed - before), took.count());
+    std::printf("%-32s %8lld checks %7.2f s\n", test.name, static_cast<long long>(passed - before),
+                took.count());
     std::fflush(stdout);
   }
   if (failed > 0) {

@@ -1,5 +1,5 @@
-// Included before everything else under a sanitizer (run.sh): streaming stores are compiler builtins that no sanitizer
-// instruments, so they become ordinary stores that it sees.
+// Included before everything else under a sanitizer (run.sh): streaming stores are compiler
+// builtins that no sanitizer instruments, so they become ordinary stores that it sees.
 #pragma once
 
 #if defined(__x86_64__)

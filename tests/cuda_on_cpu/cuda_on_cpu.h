@@ -1,8 +1,10 @@
-// Runs CUDA kernels that have no barriers on the CPU: include this, then the kernel's source, and call launch().
+// Runs CUDA kernels that have no barriers on the CPU: include this, then the kernel's source, and
+// call launch().
 //
-// A launch calls the kernel once for every thread of the grid, one after another, in an order that a seed permutes: what
-// depends on the order of threads gives another result. Needs no CUDA toolkit; the conversions below are written from
-// the formats' definitions, not from the code under test. Nothing is said about speed or memory order.
+// A launch calls the kernel once for every thread of the grid, one after another, in an order that
+// a seed permutes: what depends on the order of threads gives another result. Needs no CUDA
+// toolkit; the conversions below are written from the formats' definitions, not from the code under
+// test. Nothing is said about speed or memory order.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +19,7 @@
 #define __device__
 #define __host__
 
-// ---- the built-in variables ----------------------------------------------------------------------------------------
+// ---- the built-in variables ---------------------------------------------------------------------
 
 struct dim3 {
   unsigned x = 1, y = 1, z = 1;
@@ -26,7 +28,8 @@ inline thread_local dim3 gridDim, blockDim, blockIdx, threadIdx;
 
 namespace cuda_on_cpu {
 
-// The order in which a launch's threads run: as numbered, from the last to the first, or shuffled by a seed.
+// The order in which a launch's threads run: as numbered, from the last to the first, or shuffled
+// by a seed.
 enum class Order { kForward, kBackward, kShuffled };
 
 template <class Kernel, class... Arguments>
@@ -48,21 +51,23 @@ void launch(unsigned blocks, unsigned threads, Order order, unsigned seed, Kerne
   }
 }
 
-// ---- 16-bit floats -------------------------------------------------------------------------------------------------
+// ---- 16-bit floats ------------------------------------------------------------------------------
 
 // A binary float of 1 + kExponentBits + kMantissaBits = 16 bits.
 template <int kExponentBits, int kMantissaBits>
 struct Format {
   static constexpr int kBias = (1 << (kExponentBits - 1)) - 1;
   static constexpr int kHidden = 1 << kMantissaBits;  // the mantissa's implied leading bit
-  static constexpr uint16_t kInfinity = static_cast<uint16_t>(((1 << kExponentBits) - 1)
-                                                              << kMantissaBits);
+  static constexpr uint16_t kInfinity =
+      static_cast<uint16_t>(((1 << kExponentBits) - 1) << kMantissaBits);
 
   static float widen(uint16_t bits) {
     const int exponent = (bits & 0x7fff) >> kMantissaBits, mantissa = bits & (kHidden - 1);
     double magnitude = std::ldexp(mantissa, 1 - kBias - kMantissaBits);  // zero or subnormal
-    if ((bits & 0x7fff) >= kInfinity) magnitude = mantissa ? NAN : INFINITY;
-    else if (exponent) magnitude = std::ldexp(mantissa + kHidden, exponent - kBias - kMantissaBits);
+    if ((bits & 0x7fff) >= kInfinity)
+      magnitude = mantissa ? NAN : INFINITY;
+    else if (exponent)
+      magnitude = std::ldexp(mantissa + kHidden, exponent - kBias - kMantissaBits);
     return static_cast<float>(bits & 0x8000 ? -magnitude : magnitude);
   }
 
@@ -76,7 +81,8 @@ struct Format {
     if (exponent > kBias) return static_cast<uint16_t>(sign | kInfinity);
     const int units =
         static_cast<int>(std::nearbyint(std::ldexp(magnitude, kMantissaBits - exponent)));
-    // The hidden bit adds one to the exponent field, and a carry out of the mantissa another: also into infinity.
+    // The hidden bit adds one to the exponent field, and a carry out of the mantissa another: also
+    // into infinity.
     return static_cast<uint16_t>(sign | (((exponent + kBias - 1) << kMantissaBits) + units));
   }
 };

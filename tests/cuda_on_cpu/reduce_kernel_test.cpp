@@ -1,5 +1,6 @@
-// Runs reduce_kernel unchanged on the CPU and compares it bit for bit with the CPU's own kernels: every dtype and op,
-// counts around the pack, grids, orders of threads, numbers of sources. tests/test_cuda_on_cpu.py builds and runs it.
+// Runs reduce_kernel unchanged on the CPU and compares it bit for bit with the CPU's own kernels:
+// every dtype and op, counts around the pack, grids, orders of threads, numbers of sources.
+// tests/test_cuda_on_cpu.py builds and runs it.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -42,7 +43,8 @@ void check(bool condition, const char* format, Arguments... arguments) {
   if (++failures >= 20) std::exit(1);
 }
 
-// Exactly as large as asked, so that AddressSanitizer sees the first byte past the end; aligned like device memory.
+// Exactly as large as asked, so that AddressSanitizer sees the first byte past the end; aligned
+// like device memory.
 template <class T>
 class Array {
  public:
@@ -63,19 +65,22 @@ class Array {
   std::unique_ptr<T, decltype(&std::free)> data_{nullptr, std::free};
 };
 
-// ---- data ----------------------------------------------------------------------------------------------------------
+// ---- data ---------------------------------------------------------------------------------------
 
 std::mt19937_64 generator(20240521);
 
-// Any bits at all: integers that wrap; among floats NaNs, infinities, subnormals and -0, mixed with tame values.
+// Any bits at all: integers that wrap; among floats NaNs, infinities, subnormals and -0, mixed with
+// tame values.
 template <class T>
 T random_element() {
   const uint64_t word = generator();
   if constexpr (kIs16BitFloat<T>) {
     const float tame = static_cast<float>(static_cast<int>(word >> 32) % 1000) / 64;
     if (word % 4 == 0) return T{static_cast<uint16_t>(word >> 16)};
-    if constexpr (std::is_same_v<T, Half>) return T{cuda_on_cpu::Binary16::narrow(tame)};
-    else return T{cuda_on_cpu::Brain16::narrow(tame)};
+    if constexpr (std::is_same_v<T, Half>)
+      return T{cuda_on_cpu::Binary16::narrow(tame)};
+    else
+      return T{cuda_on_cpu::Brain16::narrow(tame)};
   } else if constexpr (std::is_floating_point_v<T>) {
     T value = static_cast<T>(static_cast<int64_t>(word)) / static_cast<T>(1 << 30);
     if (word % 4 == 0) std::memcpy(&value, &word, sizeof value);
@@ -87,18 +92,22 @@ T random_element() {
 
 template <class T>
 bool is_nan(T value) {
-  if constexpr (std::is_same_v<T, Half>) return (value.bits & 0x7fff) > 0x7c00;
-  else if constexpr (std::is_same_v<T, BFloat16>) return (value.bits & 0x7fff) > 0x7f80;
-  else return value != value;
+  if constexpr (std::is_same_v<T, Half>)
+    return (value.bits & 0x7fff) > 0x7c00;
+  else if constexpr (std::is_same_v<T, BFloat16>)
+    return (value.bits & 0x7fff) > 0x7f80;
+  else
+    return value != value;
 }
 
-// Bit for bit, but that any NaN stands for any other: the processors differ in which one an operation gives.
+// Bit for bit, but that any NaN stands for any other: the processors differ in which one an
+// operation gives.
 template <class T>
 bool same(T a, T b) {
   return std::memcmp(&a, &b, sizeof a) == 0 || (is_nan(a) && is_nan(b));
 }
 
-// ---- the comparison ------------------------------------------------------------------------------------------------
+// ---- the comparison -----------------------------------------------------------------------------
 
 template <class T, ReduceOp kOp>
 void compare(DType dtype, int64_t count, int num_sources) {
@@ -148,7 +157,8 @@ void compare(DType dtype, int64_t count, int num_sources) {
   }
 }
 
-// The host execution header's conversions against the product's own, which were written independently.
+// The host execution header's conversions against the product's own, which were written
+// independently.
 void conversions() {
   bool same_floats = true, same_halves = true, same_brains = true;
   for (uint32_t bits = 0; bits < 0x10000; ++bits) {
@@ -166,8 +176,9 @@ void conversions() {
     uint32_t exact;
     std::memcpy(&exact, &value, sizeof exact);
     exact += 0x7fff + ((exact >> 16) & 1);
-    same_brains = same_brains && same(brain, is_nan(value) ? BFloat16{0x7fff}
-                                                           : BFloat16{static_cast<uint16_t>(exact >> 16)});
+    same_brains =
+        same_brains && same(brain, is_nan(value) ? BFloat16{0x7fff}
+                                                 : BFloat16{static_cast<uint16_t>(exact >> 16)});
   }
   check(same_floats, "half -> float");
   check(same_halves, "float -> half");
@@ -182,14 +193,13 @@ int main() {
     if (!set_instruction_set(set)) continue;
     for (int dtype = 0; dtype <= static_cast<int>(DType::kFloat8E5M2); ++dtype)
       for (int op = 0; op <= static_cast<int>(ReduceOp::kProduct); ++op)
-        visit_reduction(static_cast<DType>(dtype), static_cast<ReduceOp>(op),
-                        [&](auto type, auto reduction) {
-                          using T = typename decltype(type)::type;
-                          for (const int64_t count : kCounts)
-                            for (int sources = 1; sources <= kMostSources; ++sources)
-                              compare<T, decltype(reduction)::op>(static_cast<DType>(dtype), count,
-                                                                  sources);
-                        });
+        visit_reduction(
+            static_cast<DType>(dtype), static_cast<ReduceOp>(op), [&](auto type, auto reduction) {
+              using T = typename decltype(type)::type;
+              for (const int64_t count : kCounts)
+                for (int sources = 1; sources <= kMostSources; ++sources)
+                  compare<T, decltype(reduction)::op>(static_cast<DType>(dtype), count, sources);
+            });
   }
   if (failures > 0) return 1;
   std::printf("%lld checks passed\n", static_cast<long long>(checks));
