@@ -98,15 +98,20 @@ const dlpack::ExchangeApi* exchange_api(PyTypeObject* type) {
   return api;
 }
 
-bool answers_yes(const py::handle& object, const char* question) {
-  const py::object method = py::getattr(object, question, py::none());
-  return !method.is_none() && py::cast<bool>(method());
+// Whether object.question() is true; false for libraries whose tensors have no such method.
+bool answers_yes(const py::handle& object, PyObject* question) {
+  const auto answer =
+      py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(object.ptr(), question));
+  if (!answer) PyErr_Clear();
+  return answer.ptr() == Py_True;
 }
 
 // torch's lazy views: their memory is not what they stand for, and DLPack cannot say so.
 void check_not_lazy(const py::handle& object, const dlpack::Tensor& tensor, const Caller& caller) {
-  const bool lazy = answers_yes(object, "is_neg") ||
-                    (tensor.dtype.code == dlpack::kComplex && answers_yes(object, "is_conj"));
+  static PyObject* const kIsNeg = PyUnicode_InternFromString("is_neg");
+  static PyObject* const kIsConj = PyUnicode_InternFromString("is_conj");
+  const bool lazy = answers_yes(object, kIsNeg) ||
+                    (tensor.dtype.code == dlpack::kComplex && answers_yes(object, kIsConj));
   PYCOMM_CHECK(!lazy, kInvalidArgument, caller, ": a tensor of shape ",
                std::string(py::str(object.attr("shape"))),
                " is a conjugate or negative view; pass x.resolve_conj().resolve_neg()");

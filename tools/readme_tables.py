@@ -36,7 +36,9 @@ def updated(text: str) -> str:
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
         text, found = pattern.subn(lambda m, t=table: f"{m[1]}{t()}\n{m[2]}", text)
         if found != 1:
-            raise SystemExit(f"README.md must have one <!-- {name} --> ... <!-- end -->, not {found}")
+            raise SystemExit(
+                f"README.md must have one <!-- {name} --> ... <!-- end -->, not {found}"
+            )
     return text
 
 
