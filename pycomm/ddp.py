@@ -192,13 +192,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
 
 def _for_this_torch(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Leaves out arguments that an older torch does not know, unless they were given a value."""
-    known = {name: value for name, value in arguments.items() if name in _TORCH_ARGUMENTS}
-    asked = [
-        name for name in arguments.keys() - known.keys() if arguments[name] not in (None, False)
-    ]
-    if asked:
-        raise InvalidArgument(
-            f"torch {torch.__version__} has no DDP argument {', '.join(sorted(asked))}"
-        )
-    return known
+    """Only what was given a value: other torch versions have fewer arguments, and other defaults."""
+    ours = inspect.signature(DistributedDataParallel.__init__).parameters
+    given = {n: value for n, value in arguments.items() if value is not ours[n].default}
+    if unknown := sorted(given.keys() - _TORCH_ARGUMENTS.keys()):
+        raise InvalidArgument(f"torch {torch.__version__} has no DDP argument {', '.join(unknown)}")
+    return given
