@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "error.h"
+#include "interrupt.h"
 
 namespace pycomm {
 
@@ -101,7 +102,7 @@ std::shared_ptr<Pending> Communicator::submit(Request request, bool async,
         execute_in_turn(request);
       });
   if (async) return pending;
-  pending->wait(std::chrono::milliseconds(0));
+  while (!pending->wait(kSleep)) check_interrupt();
   if (auto exception = pending->exception()) std::rethrow_exception(exception);
   return nullptr;
 }

@@ -14,6 +14,7 @@
 #include "algorithms/choose.h"
 #include "communicator.h"
 #include "error.h"
+#include "interrupt.h"
 #include "kernels/elementwise.h"
 #include "python_tensor.h"
 #include "shm/rendezvous.h"
@@ -32,10 +33,7 @@ using std::chrono::milliseconds;
 // ---- error.h
 
 void set_python_error(const Error& error) {
-  static constexpr const char* kClasses[] = {"Error",        "InvalidArgument", "MismatchError",
-                                             "TimeoutError", "PeerDiedError",   "AbortedError"};
-  const py::object type =
-      py::module_::import("pycomm.errors").attr(kClasses[static_cast<int>(error.kind())]);
+  const py::object type = py::module_::import("pycomm.errors").attr(class_name(error.kind()));
   PyErr_SetString(type.ptr(), error.what());
 }
 
@@ -132,7 +130,7 @@ class PyPending {
   bool is_done() const { return !pending_ || pending_->is_done(); }
   void wait() const {
     if (!pending_) return;
-    while (!pending_->wait(milliseconds(50))) check_signals();
+    while (!pending_->wait(kSleep)) check_interrupt();
     if (auto exception = pending_->exception()) std::rethrow_exception(exception);
   }
 
@@ -392,13 +390,13 @@ void bind_shm(py::module_& m) {
       .def(
           "accept",
           [](ShmOffer& self, milliseconds timeout) {
-            return make_communicator(self.accept(timeout, check_signals), 0, timeout);
+            return make_communicator(self.accept(timeout), 0, timeout);
           },
           arg("timeout"), Release(), "Waits for all ranks; returns rank 0's communicator.");
   m.def(
       "join_shm",
       [](const std::string& address, int rank, milliseconds timeout) {
-        return make_communicator(join_shm(address, rank, timeout, check_signals), rank, timeout);
+        return make_communicator(join_shm(address, rank, timeout), rank, timeout);
       },
       arg("address"), arg("rank"), arg("timeout"), Release(),
       "Joins the segment that rank 0 offers; returns this rank's communicator.");

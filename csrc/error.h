@@ -21,6 +21,13 @@ enum class ErrorKind : uint8_t {
   kAborted
 };
 
+// The class of pycomm.errors that stands for a kind.
+inline const char* class_name(ErrorKind kind) {
+  static constexpr const char* kNames[] = {"Error",        "InvalidArgument", "MismatchError",
+                                           "TimeoutError", "PeerDiedError",   "AbortedError"};
+  return kNames[static_cast<int>(kind)];
+}
+
 class Error : public std::runtime_error {
  public:
   Error(ErrorKind kind, const std::string& message) : std::runtime_error(message), kind_(kind) {}

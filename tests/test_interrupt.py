@@ -61,3 +61,31 @@ def test_interrupted_rendezvous() -> None:
         return time.monotonic() - began < SOON + 1
 
     assert run(1, worker, init=False) == [True]
+
+
+@pytest.mark.parametrize("through", ["c10d", "communicator"])
+def test_interrupted_wait_for_an_asynchronous_operation(through: str) -> None:
+    """wait() hears Ctrl-C although the operation itself blocks another thread."""
+
+    def worker(rank: int, _: int) -> bool:
+        store = dist.distributed_c10d._get_default_store()
+        tensor = torch.ones(2)
+        if rank == 1:
+            store.wait(["interrupted"], timedelta(seconds=10))
+            dist.all_reduce(tensor)
+            return tensor.tolist() == [2.0, 2.0]
+        communicator = pycomm.get_communicator()
+        work = (
+            dist.all_reduce(tensor, async_op=True)
+            if through == "c10d"
+            else communicator.all_reduce(tensor, async_op=True)
+        )
+        assert work is not None
+        interrupt_soon()
+        with pytest.raises(KeyboardInterrupt):
+            work.wait()
+        store.set("interrupted", "yes")
+        work.wait()  # only the wait was ended, not the operation
+        return tensor.tolist() == [2.0, 2.0]
+
+    assert run(2, worker) == [True, True]

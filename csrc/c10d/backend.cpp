@@ -6,6 +6,7 @@
 #include <sstream>
 #include <utility>
 
+#include "../interrupt.h"
 #include "errors.h"
 
 namespace pycomm {
@@ -270,18 +271,25 @@ void C10dWork::mark(c10::ivalue::Future& future) const {
 }
 
 bool C10dWork::wait(std::chrono::milliseconds timeout) {
+  using Clock = std::chrono::steady_clock;
+  const bool limited = timeout > kNoTimeout;
+  const auto deadline = Clock::now() + timeout;
   std::unique_lock<std::mutex> lock(mutex_);
-  const auto done = [this] { return completed_; };
-  if (timeout > kNoTimeout) {
-    if (!cv_.wait_for(lock, timeout, done)) {
+  const auto slice = [&]() -> std::chrono::nanoseconds {
+    if (!limited) return kSleep;
+    return std::min<std::chrono::nanoseconds>(kSleep, deadline - Clock::now());
+  };
+  while (!cv_.wait_for(lock, slice(), [this] { return completed_; })) {
+    if (limited && Clock::now() >= deadline) {
       const Error error(
           ErrorKind::kTimeout,
           concat("rank ", rank_, ": wait(timeout=", timeout.count(), " ms) for ",
                  c10d::opTypeToString(opType_), " ended before the operation, which goes on"));
       throw C10dError(error);
     }
-  } else {
-    cv_.wait(lock, done);
+    lock.unlock();
+    check_interrupt();
+    lock.lock();
   }
   if (exception_) std::rethrow_exception(exception_);
   return true;

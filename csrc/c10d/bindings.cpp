@@ -6,16 +6,14 @@
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 #include <utility>
 
+#include "../interrupt.h"
 #include "backend.h"
 #include "errors.h"
 
 namespace pycomm {
 
 PyObject* C10dError::python_type() {
-  static constexpr const char* kClasses[] = {"Error",        "InvalidArgument", "MismatchError",
-                                             "TimeoutError", "PeerDiedError",   "AbortedError"};
-  const py::object type =
-      py::module_::import("pycomm.errors").attr(kClasses[static_cast<int>(kind)]);
+  const py::object type = py::module_::import("pycomm.errors").attr(class_name(kind));
   return type.ptr();  // the module keeps it alive
 }
 
@@ -75,6 +73,10 @@ PYBIND11_MODULE(_c10d, m) {
   using namespace pycomm;
   py::module_::import("torch.distributed");  // binds the base classes
   register_translator();
+  set_interrupt_check([] {
+    py::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  });
 
   py::class_<C10dBackend, c10d::Backend, c10::intrusive_ptr<C10dBackend>>(m, "C10dBackend")
       .def(py::init([](const py::capsule& communicator) {

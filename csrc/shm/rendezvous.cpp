@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "../error.h"
+#include "../interrupt.h"
 
 namespace pycomm {
 namespace {
@@ -66,43 +67,44 @@ std::string host_name() {
 }
 
 // Waits until the socket is ready for `events`, in slices, so that interrupts are heard.
-bool wait_ready(int fd, short events, Clock::time_point deadline, const Interrupt& interrupt) {
+bool wait_ready(int fd, short events, Clock::time_point deadline) {
   for (;;) {
     pollfd entry{fd, events, 0};
-    if (poll(&entry, 1, 50) > 0) return true;
-    if (interrupt) interrupt();
+    if (poll(&entry, 1, static_cast<int>(kSleep.count())) > 0) return true;
+    check_interrupt();
     if (Clock::now() >= deadline) return false;
   }
 }
 
-bool send_descriptor(int connection, int descriptor) {
+// A message of one byte that carries a descriptor.
+struct DescriptorMessage {
   char byte = 'd';
   iovec data{&byte, 1};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
   msghdr message{};
-  message.msg_iov = &data;
-  message.msg_iovlen = 1;
-  message.msg_control = control;
-  message.msg_controllen = sizeof control;
-  cmsghdr* header = CMSG_FIRSTHDR(&message);
+
+  DescriptorMessage() {
+    message.msg_iov = &data;
+    message.msg_iovlen = 1;
+    message.msg_control = control;
+    message.msg_controllen = sizeof control;
+  }
+};
+
+bool send_descriptor(int connection, int descriptor) {
+  DescriptorMessage packet;
+  cmsghdr* header = CMSG_FIRSTHDR(&packet.message);
   header->cmsg_level = SOL_SOCKET;
   header->cmsg_type = SCM_RIGHTS;
   header->cmsg_len = CMSG_LEN(sizeof(int));
   std::memcpy(CMSG_DATA(header), &descriptor, sizeof descriptor);
-  return sendmsg(connection, &message, MSG_NOSIGNAL) == 1;
+  return sendmsg(connection, &packet.message, MSG_NOSIGNAL) == 1;
 }
 
 int receive_descriptor(int connection) {
-  char byte = 0;
-  iovec data{&byte, 1};
-  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
-  msghdr message{};
-  message.msg_iov = &data;
-  message.msg_iovlen = 1;
-  message.msg_control = control;
-  message.msg_controllen = sizeof control;
-  if (recvmsg(connection, &message, MSG_CMSG_CLOEXEC) != 1) return -1;
-  const cmsghdr* header = CMSG_FIRSTHDR(&message);
+  DescriptorMessage packet;
+  if (recvmsg(connection, &packet.message, MSG_CMSG_CLOEXEC) != 1) return -1;
+  const cmsghdr* header = CMSG_FIRSTHDR(&packet.message);
   if (!header || header->cmsg_type != SCM_RIGHTS) return -1;
   int descriptor = -1;
   std::memcpy(&descriptor, CMSG_DATA(header), sizeof descriptor);
@@ -147,14 +149,13 @@ int ShmOffer::serve_one(int connection, int world_size) {
   return send_descriptor(connection, segment_descriptor_) ? greeting.rank : -1;
 }
 
-std::shared_ptr<Segment> ShmOffer::accept(std::chrono::milliseconds timeout,
-                                          const Interrupt& interrupt) {
+std::shared_ptr<Segment> ShmOffer::accept(std::chrono::milliseconds timeout) {
   const auto deadline = Clock::now() + timeout;
   const int world_size = segment_->head().world_size;
   std::vector<bool> arrived(static_cast<size_t>(world_size), false);
   arrived[0] = true;
   for (int missing = world_size - 1; missing > 0;) {
-    if (!wait_ready(listener_, POLLIN, deadline, interrupt)) {
+    if (!wait_ready(listener_, POLLIN, deadline)) {
       std::ostringstream ranks;
       for (int rank = 0; rank < world_size; ++rank)
         if (!arrived[rank]) ranks << " " << rank;
@@ -175,7 +176,7 @@ std::shared_ptr<Segment> ShmOffer::accept(std::chrono::milliseconds timeout,
 }
 
 std::shared_ptr<Segment> join_shm(const std::string& address, int rank,
-                                  std::chrono::milliseconds timeout, const Interrupt& interrupt) {
+                                  std::chrono::milliseconds timeout) {
   const auto deadline = Clock::now() + timeout;
   std::istringstream fields(address);
   std::string name, secret, host;
@@ -200,7 +201,7 @@ std::shared_ptr<Segment> join_shm(const std::string& address, int rank,
   PYCOMM_CHECK_SYSTEM(
       send(connection.get(), &greeting, sizeof greeting, MSG_NOSIGNAL) == sizeof greeting, "rank ",
       rank, ": rank 0 closed the rendezvous");
-  PYCOMM_CHECK(wait_ready(connection.get(), POLLIN, deadline, interrupt), kTimeout, "rank ", rank,
+  PYCOMM_CHECK(wait_ready(connection.get(), POLLIN, deadline), kTimeout, "rank ", rank,
                ": rank 0 did not hand out its shared segment within ", timeout.count(), " ms");
   const Descriptor segment(receive_descriptor(connection.get()));
   PYCOMM_CHECK(segment.get() >= 0, kError, "rank ", rank,

@@ -6,16 +6,12 @@
 
 #include <chrono>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <string>
 
 #include "segment.h"
 
 namespace pycomm {
-
-// Called about every 50 ms while waiting; may throw (a signal, an interrupt).
-using Interrupt = std::function<void()>;
 
 // Rank 0's side. The address is plain text for the Store.
 class ShmOffer {
@@ -27,7 +23,7 @@ class ShmOffer {
 
   const std::string& address() const { return address_; }
   // Serves every other rank; TimeoutError names those that did not come.
-  std::shared_ptr<Segment> accept(std::chrono::milliseconds timeout, const Interrupt& interrupt);
+  std::shared_ptr<Segment> accept(std::chrono::milliseconds timeout);
 
  private:
   int serve_one(int connection, int world_size);
@@ -41,6 +37,6 @@ class ShmOffer {
 
 // The other ranks' side.
 std::shared_ptr<Segment> join_shm(const std::string& address, int rank,
-                                  std::chrono::milliseconds timeout, const Interrupt& interrupt);
+                                  std::chrono::milliseconds timeout);
 
 }  // namespace pycomm

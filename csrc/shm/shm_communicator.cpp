@@ -11,6 +11,7 @@
 #include "../algorithms/one_shot.h"
 #include "../algorithms/ring.h"
 #include "../algorithms/two_shot.h"
+#include "../interrupt.h"
 
 namespace pycomm {
 namespace {
@@ -32,11 +33,6 @@ constexpr uint32_t kProbeRounds =
 // measured again.
 constexpr uint64_t kOperationsBetweenProbes = 512;
 
-std::function<void()>& interrupt_check() {
-  static std::function<void()> check;
-  return check;
-}
-
 int usable_cores() {
   cpu_set_t set;
   return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
@@ -53,8 +49,6 @@ const char* bytes_at(const void* pointer) { return static_cast<const char*>(poin
 char* bytes_at(void* pointer) { return static_cast<char*>(pointer); }
 
 }  // namespace
-
-void set_interrupt_check(std::function<void()> check) { interrupt_check() = std::move(check); }
 
 ShmCommunicator::ShmCommunicator(std::shared_ptr<Segment> segment, int rank,
                                  std::chrono::milliseconds timeout)
@@ -378,7 +372,7 @@ bool ShmCommunicator::check_wait(int peer, bool sleeping) const {
   PYCOMM_CHECK(now - wait_began_ < limit, kTimeout, where(), " timed out after ", limit.count(),
                " ms, waiting for rank ", peer, "; ", arrivals(),
                ". Look at what those ranks do, or raise the timeout.");
-  if (!Worker::is_current_thread() && interrupt_check()) interrupt_check()();
+  if (!Worker::is_current_thread()) check_interrupt();
   return !liveness_.is_dead(peer);
 }
 

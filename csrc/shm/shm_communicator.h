@@ -4,7 +4,6 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <string>
 
@@ -17,10 +16,6 @@
 #include "wait.h"
 
 namespace pycomm {
-
-// Called about every 50 ms by a caller's thread that sleeps in an operation; throws to end it
-// (Ctrl-C).
-void set_interrupt_check(std::function<void()> check);
 
 class ShmCommunicator : public Communicator, private Watch {
  public:

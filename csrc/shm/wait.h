@@ -11,6 +11,7 @@
 #include <climits>
 #include <cstdint>
 
+#include "../interrupt.h"
 #include "segment.h"
 
 #if defined(__x86_64__)
@@ -68,9 +69,6 @@ struct Patience {
   int spin_polls;
   int yields;
 };
-
-// How long a sleeper sleeps at most before it looks for deadline, abort, signals and dead peers.
-inline constexpr std::chrono::milliseconds kSleep{50};
 
 // Waits until the word of a peer reaches `target`. guard.check(sleeping) is called every so often,
 // also while polling; it throws on abort or past the deadline, and returns false if the peer is
