@@ -85,6 +85,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         super().__init__(**_for_this_torch(arguments))
         self._overlap = overlap
         self._hook_is_settled = False
+        self._hook_target: Any = None  # of the averaging hook, once it is in the Reducer
         self._parameter_watch = ParameterWatch(self.module, self.parameters_to_ignore)
         self._backward_watch = BackwardWatch(self)
 
@@ -119,11 +120,21 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             return
         communicator = find_communicator(self.process_group)
         if communicator is not None:
-            c10d.register_average_hook(
-                self.reducer,
-                communicator._address(),
-                async_op=self._overlaps(communicator.world_size),
-            )
+            self._hook_target = c10d.HookTarget(communicator._address())
+            overlaps = self._overlaps(communicator.world_size)
+            c10d.register_average_hook(self.reducer, self._hook_target, async_op=overlaps)
+
+    def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
+        """As torch's, for any group if no averaging hook is in place yet, else for another one of pycomm's."""
+        if self._hook_target is not None:
+            communicator = find_communicator(new_process_group)
+            if communicator is None:
+                raise InvalidArgument(
+                    "gradients are averaged by pycomm, so the new process group must be one of backend pycomm, not "
+                    f"{dist.get_backend(new_process_group)}; wrap the module anew for another backend"
+                )
+            self._hook_target.replace(communicator._address())
+        super()._update_process_group(new_process_group)
 
     def _overlaps(self, world_size: int) -> bool:
         if self._overlap is not None:
@@ -183,6 +194,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         for name in ("_parameter_watch", "_backward_watch"):
             state.pop(name, None)
         state["_hook_is_settled"] = False
+        state["_hook_target"] = None
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -10,8 +10,11 @@ from copy import deepcopy
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import BACKEND, G, P, ddp_class, lin, mean_grads, near, run, seeded
 from torch import nn
+
+import pycomm
 
 
 class Branches(nn.Module):
@@ -112,3 +115,32 @@ def test_ddp_09_complex_parameters_among_others(view: bool) -> None:
 
     right = [[complex(1.5, 4.5)] * 3, [1.5] * 3, [1.5] * 3]
     assert run(2, worker, backend=BACKEND) == [right] * 2
+
+
+def new_group(backend: str | None = None) -> dist.ProcessGroup:
+    group = dist.new_group(backend=backend)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def test_another_process_group() -> None:
+    """After _update_process_group the hook uses the new group: the old one may be gone."""
+
+    def worker(rank: int, n: int) -> tuple[float, float]:
+        old, new = new_group(), new_group()
+        model = pycomm.DistributedDataParallel(lin(1, 1), process_group=old)
+        weight = model.module.weight
+        grads = []
+        for _ in range(2):
+            weight.grad = None
+            torch.autograd.backward(model(torch.full((1, 1), rank + 1.0)).sum())
+            assert weight.grad is not None
+            grads.append(weight.grad.item())
+            model._update_process_group(new)
+            pycomm.get_communicator(old).abort("the test is done with it")
+        gloo = new_group(backend="gloo")
+        with pytest.raises(pycomm.InvalidArgument, match="gloo"):
+            model._update_process_group(gloo)
+        return grads[0], grads[1]
+
+    assert run(2, worker) == [(1.5, 1.5)] * 2

@@ -30,23 +30,28 @@ std::exception_ptr for_torch(std::exception_ptr exception) {
 
 namespace {
 
+// The communicator that a DDP hook uses; replaced when the module gets another process group.
+struct HookTarget {
+  std::shared_ptr<Communicator> communicator;
+};
+
 // DDP's communication hook: averages a bucket in place, in the thread that runs backward (`async`
 // false: right when ranks have no core to spare) or on the communicator's worker while backward
 // goes on.
 class AverageHook : public c10d::CommHookInterface {
  public:
-  AverageHook(std::shared_ptr<Communicator> communicator, bool async)
-      : communicator_(std::move(communicator)), async_(async) {}
+  AverageHook(std::shared_ptr<HookTarget> target, bool async)
+      : target_(std::move(target)), async_(async) {}
 
   c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override {
-    return average(*communicator_, bucket.getBufferRef(), async_);
+    return average(*target_->communicator, bucket.getBufferRef(), async_);
   }
   at::Tensor parseHookResult(const c10::IValue& result) override {
     return c10d::detail::parseCppCommHookResult(result);
   }
 
  private:
-  std::shared_ptr<Communicator> communicator_;
+  std::shared_ptr<HookTarget> target_;
   const bool async_;
 };
 
@@ -89,12 +94,22 @@ PYBIND11_MODULE(_c10d, m) {
             [](void* pointer) { delete static_cast<std::shared_ptr<Communicator>*>(pointer); });
       });
 
+  py::class_<HookTarget, std::shared_ptr<HookTarget>>(m, "HookTarget")
+      .def(py::init([](const py::capsule& communicator) {
+             return std::make_shared<HookTarget>(HookTarget{communicator_from(communicator)});
+           }),
+           py::arg("communicator"))
+      .def(
+          "replace",
+          [](HookTarget& self, const py::capsule& communicator) {
+            self.communicator = communicator_from(communicator);
+          },
+          py::arg("communicator"), "Not while a backward runs.");
   m.def(
       "register_average_hook",
-      [](c10d::Reducer& reducer, const py::capsule& communicator, bool async_op) {
-        reducer.register_comm_hook(
-            std::make_unique<AverageHook>(communicator_from(communicator), async_op));
+      [](c10d::Reducer& reducer, std::shared_ptr<HookTarget> target, bool async_op) {
+        reducer.register_comm_hook(std::make_unique<AverageHook>(std::move(target), async_op));
       },
-      py::arg("reducer"), py::arg("communicator"), py::kw_only(), py::arg("async_op"),
+      py::arg("reducer"), py::arg("target"), py::kw_only(), py::arg("async_op"),
       "Makes pycomm average the reducer's buckets, in C++.");
 }
