@@ -135,6 +135,8 @@ class ParameterWatch:
         """Raises RuntimeError naming the first changed parameter. About 0.2 us a parameter."""
         for name, owner, key, parameter, requires_grad, dtype, device in self._entries:
             current = owner.get(key)
+            if not isinstance(current, nn.Parameter):
+                continue  # removed, or a tensor of torch.func.functional_call, which gets the gradient
             if current is not parameter:
                 change = "replaced by another Parameter"
             elif current.dtype != dtype or current.device != device:

@@ -144,3 +144,18 @@ def test_another_process_group() -> None:
         return grads[0], grads[1]
 
     assert run(2, worker) == [(1.5, 1.5)] * 2
+
+
+def test_functional_call_gives_its_own_tensors_gradients() -> None:
+    """torch.func.functional_call puts plain tensors in the place of parameters for one forward."""
+
+    def worker(rank: int, _: int) -> tuple[float, float]:
+        model = ddp_class()(lin(1, 1))
+        weight = torch.full((1, 1), 3.0, requires_grad=True)
+        inputs = torch.full((1, 1), rank + 1.0)
+        output = torch.func.functional_call(model, {"module.weight": weight}, inputs)
+        torch.autograd.backward(output.sum())
+        assert weight.grad is not None
+        return output.item(), weight.grad.item()
+
+    assert run(2, worker, backend=BACKEND) == [(3.0, 1.0), (6.0, 2.0)]

@@ -160,7 +160,7 @@ std::shared_ptr<Segment> ShmOffer::accept(std::chrono::milliseconds timeout) {
       for (int rank = 0; rank < world_size; ++rank)
         if (!arrived[rank]) ranks << " " << rank;
       throw Error(ErrorKind::kTimeout,
-                  concat("rank 0: rendezvous of ", world_size, " ranks timed out after ",
+                  concat("rank 0: rendezvous of ", world_size, " ranks exceeded its timeout of ",
                          timeout.count(), " ms; these never came:", ranks.str(),
                          ". Are they running, on this host (", host_name(), ")?"));
     }
