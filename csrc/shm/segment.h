@@ -1,6 +1,8 @@
 // The shared segment of one communicator: its layout, and the anonymous memory behind it.
 #pragma once
 
+#include <sched.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -58,6 +60,7 @@ struct RankArea {
   int32_t pid;
   uint64_t pid_namespace;  // inode; a pid means nothing in another one
   uint32_t flag_latency_ns;
+  cpu_set_t cores;  // on which this rank may run
 };
 
 // Written once, by the first rank that fails.

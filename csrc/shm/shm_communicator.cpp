@@ -33,17 +33,9 @@ constexpr uint32_t kProbeRounds =
 // measured again.
 constexpr uint64_t kOperationsBetweenProbes = 512;
 
-int usable_cores() {
-  cpu_set_t set;
-  return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
-}
-
 // Spinning pays while every rank has a core; otherwise the peer needs ours.
-Patience patience_for(const ShmConfig& config, int world_size) {
-  const bool crowded = world_size > usable_cores();
-  const int polls = config.spin_polls >= 0 ? config.spin_polls : (crowded ? 50 : 4000);
-  return {polls, crowded ? 400 : 200};
-}
+constexpr Patience kAmple{4000, 200};
+constexpr Patience kCrowded{50, 400};
 
 const char* bytes_at(const void* pointer) { return static_cast<const char*>(pointer); }
 char* bytes_at(void* pointer) { return static_cast<char*>(pointer); }
@@ -54,17 +46,26 @@ ShmCommunicator::ShmCommunicator(std::shared_ptr<Segment> segment, int rank,
                                  std::chrono::milliseconds timeout)
     : Communicator(rank, segment->head().world_size, timeout),
       segment_(std::move(segment)),
-      patience_(patience_for(segment_->head().config, world_size())),
+      patience_(kCrowded),
       slots_(*segment_, rank, patience_, *this) {
   RankArea& mine = segment_->area(rank);
   mine.pid = Liveness::own_pid();
   mine.pid_namespace = Liveness::own_pid_namespace();
-  // The first operation's announcement carries the pids; only then can a peer be watched.
-  execute(Request{});
+  sched_getaffinity(0, sizeof mine.cores, &mine.cores);
+  execute(Request{});  // after it, what every rank wrote of itself can be read
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
   for (int peer = 0; peer < world_size(); ++peer) {
     const RankArea& area = segment_->area(peer);
     liveness_.watch(area.pid, area.pid_namespace);
+    CPU_OR(&cores, &cores, &area.cores);
   }
+  // Of all ranks' cores together, so that ranks bound to one core each agree that nobody is
+  // crowded.
+  crowded_ = world_size() > CPU_COUNT(&cores);
+  patience_ = crowded_ ? kCrowded : kAmple;
+  const int polls = segment_->head().config.spin_polls;
+  if (polls >= 0) patience_.spin_polls = polls;
 }
 
 ShmCommunicator::~ShmCommunicator() {
@@ -285,7 +286,7 @@ void ShmCommunicator::measure_latency_now_and_then() {
   if (chunked_operations_++ % kOperationsBetweenProbes != 0) return;
   if (config.streaming != Streaming::kAuto) {
     stream_ = config.streaming == Streaming::kAlways;
-  } else if (world_size() > usable_cores()) {
+  } else if (crowded_) {
     stream_ = false;  // ranks take turns on a core and its caches
   } else {
     measure_latency();

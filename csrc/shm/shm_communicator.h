@@ -68,6 +68,7 @@ class ShmCommunicator : public Communicator, private Watch {
   std::shared_ptr<Segment> segment_;
   Liveness liveness_;
   Patience patience_;
+  bool crowded_ = false;  // more ranks than cores; the same on all ranks
   ShmSlots slots_;
   std::atomic<uint32_t> sequence_{0};  // of the operation in progress, or the last one; wraps
   uint64_t chunked_operations_ = 0;

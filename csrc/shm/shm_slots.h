@@ -85,7 +85,7 @@ class ShmSlots {
   int world_size_;
   int64_t slots_;
   int64_t slot_bytes_;
-  Patience patience_;
+  const Patience& patience_;
   const Watch& watch_;
   uint32_t base_ = 0;  // chunks of all operations before this one; wraps
 };
