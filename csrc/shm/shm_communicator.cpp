@@ -66,6 +66,7 @@ ShmCommunicator::ShmCommunicator(std::shared_ptr<Segment> segment, int rank,
   patience_ = crowded_ ? kCrowded : kAmple;
   const int polls = segment_->head().config.spin_polls;
   if (polls >= 0) patience_.spin_polls = polls;
+  slots_.set_patience(patience_);
 }
 
 ShmCommunicator::~ShmCommunicator() {

@@ -36,6 +36,7 @@ class ShmSlots {
     slot_bytes_ = head.config.slot_bytes;
   }
 
+  void set_patience(const Patience& patience) { patience_ = patience; }
   int rank() const { return rank_; }
   int world_size() const { return world_size_; }
   int64_t slots() const { return slots_; }
@@ -85,7 +86,7 @@ class ShmSlots {
   int world_size_;
   int64_t slots_;
   int64_t slot_bytes_;
-  const Patience& patience_;
+  Patience patience_;
   const Watch& watch_;
   uint32_t base_ = 0;  // chunks of all operations before this one; wraps
 };
