@@ -138,3 +138,37 @@ def test_coll_03_tensors_of_no_elements(n: int) -> None:
         return t[-1].item()
 
     assert run(n, worker, wall=15) == [n * (n + 1) / 2] * n
+
+
+def test_a_failing_copy_back_is_an_error_not_an_abort() -> None:
+    """An inference tensor may not be written outside inference mode; the worker thread must survive that."""
+
+    def worker(rank: int, _: int) -> tuple[bool, list[float]]:
+        with torch.inference_mode():
+            column = torch.ones(3, 2)[:, 0]
+        work = dist.all_reduce(column, async_op=True)
+        assert work is not None
+        try:
+            work.wait()
+            refused = column.tolist() == [2.0] * 3
+        except RuntimeError as error:
+            refused = "nference" in str(error)
+        after = torch.full((2,), rank + 1.0)
+        dist.all_reduce(after)
+        return refused, after.tolist()
+
+    assert run(2, worker) == [(True, [3.0, 3.0])] * 2
+
+
+def test_a_column_that_overlaps_a_contiguous_output_is_refused() -> None:
+    """One output goes through a temporary, the other does not; both would write the same element."""
+
+    def worker(rank: int, _: int) -> str:
+        matrix = torch.zeros(3, 3)
+        with pytest.raises(pycomm.InvalidArgument) as raised:
+            dist.all_gather([matrix[0], matrix[:, 0]], torch.ones(3))
+        dist.all_gather([matrix[:, 1], matrix[:, 2]], torch.full((3,), rank + 1.0))
+        assert matrix.tolist() == [[0.0, 1.0, 2.0]] * 3
+        return str(raised.value)
+
+    assert all("overlaps another output" in message for message in run(2, worker))

@@ -170,7 +170,7 @@ class Call {
     }
     pending->on_done(
         [work, copies = std::move(copies_), kept = std::move(kept_)](std::exception_ptr exception) {
-          if (!exception) write_back(copies);
+          if (!exception) exception = outcome_of_write_back(copies);
           work->complete(for_torch(exception));
         });
     return work;
@@ -180,11 +180,24 @@ class Call {
   struct Copy {
     at::Tensor temporary, destination;
   };
+  struct Written {
+    at::Tensor tensor;
+    bool is_plain;
+  };
 
   static void write_back(const std::vector<Copy>& copies) {
     if (copies.empty()) return;
     at::NoGradGuard no_grad;
     for (const Copy& copy : copies) copy.destination.copy_(copy.temporary);
+  }
+  // On the worker, where an exception that escapes would end the process.
+  static std::exception_ptr outcome_of_write_back(const std::vector<Copy>& copies) {
+    try {
+      write_back(copies);
+      return nullptr;
+    } catch (...) {
+      return std::current_exception();
+    }
   }
 
   at::Tensor plain(const at::Tensor& tensor, int64_t count, bool written) {
@@ -204,7 +217,14 @@ class Call {
                  " does not match the call's other tensors, of dtype ", c10::toString(dtype_));
     PYCOMM_CHECK(tensor.numel() == count, kInvalidArgument, what(), " holds ", tensor.numel(),
                  " elements, but the call needs ", count);
-    if (tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg()) {
+    const bool is_plain = tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+    if (written) {
+      for (const Written& other : written_)  // two plain ones: Communicator::check_overlap
+        PYCOMM_CHECK((is_plain && other.is_plain) || !share_elements(other.tensor, tensor),
+                     kInvalidArgument, what(), " overlaps another output");
+      written_.push_back({tensor, is_plain});
+    }
+    if (is_plain) {
       kept_.push_back(tensor);
       return tensor;
     }
@@ -214,12 +234,7 @@ class Call {
     at::Tensor temporary = at::empty(tensor.sizes(), tensor.options());
     temporary.copy_(tensor);
     kept_.push_back(temporary);
-    if (written) {
-      for (const Copy& copy : copies_)
-        PYCOMM_CHECK(!share_elements(copy.destination, tensor), kInvalidArgument, what(),
-                     " overlaps another output");
-      copies_.push_back({temporary, tensor});
-    }
+    if (written) copies_.push_back({temporary, tensor});
     return temporary;
   }
 
@@ -229,6 +244,7 @@ class Call {
   at::ScalarType dtype_ = at::kFloat;
   std::vector<at::Tensor> kept_;  // alive until the operation is done
   std::vector<Copy> copies_;
+  std::vector<Written> written_;
 };
 
 const at::Tensor& only(const std::vector<at::Tensor>& tensors, const Call& call) {

@@ -380,8 +380,8 @@ bool ShmCommunicator::check_wait(int peer, bool sleeping) const {
 
 void ShmCommunicator::lost_peer(int peer) const {
   const RankArea& area = segment_->area(peer);
-  const uint32_t even = area.announcements[0].header.sequence;
-  const uint32_t odd = area.announcements[1].header.sequence;
+  const uint32_t even = load_acquire(area.announcements[0].header.sequence);
+  const uint32_t odd = load_acquire(area.announcements[1].header.sequence);
   throw Error(ErrorKind::kPeerDied,
               concat(where(), " lost rank ", peer, " (pid ", area.pid, "), which ",
                      load_acquire(area.departed.value) ? "left the group" : "died",
