@@ -52,12 +52,19 @@ inline constexpr size_t kSeparationBytes = 128;
   X(kMax, "max")             \
   X(kProduct, "product")
 
-#define PYCOMM_OPERATIONS(X)          \
-  X(kBarrier, "barrier")              \
-  X(kAllReduce, "all_reduce")         \
-  X(kBroadcast, "broadcast")          \
-  X(kAllGather, "all_gather")         \
-  X(kReduceScatter, "reduce_scatter") \
+#define PYCOMM_OPERATIONS(X)                \
+  X(kBarrier, "barrier")                    \
+  X(kAllReduce, "all_reduce")               \
+  X(kBroadcast, "broadcast")                \
+  X(kAllGather, "all_gather")               \
+  X(kReduceScatter, "reduce_scatter")       \
+  X(kReduce, "reduce")                      \
+  X(kGather, "gather")                      \
+  X(kScatter, "scatter")                    \
+  X(kAllToAll, "all_to_all")                \
+  X(kMonitoredBarrier, "monitored_barrier") \
+  X(kSend, "send")                          \
+  X(kRecv, "recv")                          \
   X(kMeasureLatency, "flag_latency")
 
 #define PYCOMM_ALGORITHMS(X) \

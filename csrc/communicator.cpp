@@ -20,6 +20,15 @@ std::string describe(const Request& request) {
   return text + ")";
 }
 
+std::string describe(const Message& message) {
+  const bool sends = message.operation == Operation::kSend;
+  return concat(
+      name_of(message.operation), "(count=", message.count, ", dtype=", name_of(message.dtype),
+      sends ? ", to rank " : ", from ",
+      message.peer == kAnySource ? "any rank" : concat(sends ? "" : "rank ", message.peer),
+      ", tag=", message.tag, ")");
+}
+
 Communicator::Communicator(int rank, int world_size, std::chrono::milliseconds timeout)
     : rank_(rank), world_size_(world_size), timeout_(timeout) {
   PYCOMM_CHECK(rank >= 0 && rank < world_size, kInvalidArgument, "rank ", rank,
@@ -53,6 +62,17 @@ void Communicator::check(const Request& request) const {
                world_size_, ", not ", request.inputs.size() + request.outputs.size());
 }
 
+void Communicator::check(const Message& message) const {
+  const bool any = message.operation == Operation::kRecv && message.peer == kAnySource;
+  PYCOMM_CHECK(message.count >= 0, kInvalidArgument, "rank ", rank_, ": ", describe(message),
+               ": the count is negative");
+  PYCOMM_CHECK(any || (message.peer >= 0 && message.peer < world_size_), kInvalidArgument, "rank ",
+               rank_, ": ", describe(message), ": the other rank must be below the world size ",
+               world_size_);
+  PYCOMM_CHECK(message.timeout.count() >= 0, kInvalidArgument, "rank ", rank_, ": ",
+               describe(message), ": the timeout is negative: ", message.timeout.count(), " ms");
+}
+
 // Writing one buffer must not destroy another that is still read or was already written. What works
 // in place: an all_gather's input as its own part of the output, a reduce_scatter's output as its
 // own part of the input.
@@ -62,8 +82,10 @@ void Communicator::check_overlap(const Request& request) const {
   const bool gather = request.operation == Operation::kAllGather;
   const int64_t bytes = request.bytes();
   const auto part = [&](int rank) {
-    if (gather && !request.outputs.empty()) return static_cast<const char*>(request.outputs[rank]);
-    if (!gather && !request.inputs.empty()) return static_cast<const char*>(request.inputs[rank]);
+    if (gather && !request.outputs.empty())
+      return static_cast<const char*>(request.outputs[rank].data);
+    if (!gather && !request.inputs.empty())
+      return static_cast<const char*>(request.inputs[rank].data);
     return static_cast<const char*>(gather ? request.output : request.input) + rank * bytes;
   };
   const auto overlap = [bytes](const char* a, const char* b) {
@@ -85,6 +107,10 @@ void Communicator::execute_in_turn(const Request& request) {
   execute(request);
   operations_.fetch_add(1, std::memory_order_relaxed);
   bytes_.fetch_add(static_cast<uint64_t>(request.bytes()), std::memory_order_relaxed);
+}
+
+std::shared_ptr<Pending> Communicator::enqueue(std::function<void()> work) {
+  return worker_.enqueue(std::move(work));
 }
 
 std::shared_ptr<Pending> Communicator::submit(Request request, bool async,

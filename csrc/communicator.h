@@ -7,6 +7,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -17,6 +18,16 @@
 
 namespace pycomm {
 
+// Memory for one rank's part of an operation.
+struct ConstSpan {
+  const void* data = nullptr;
+  int64_t count = 0;  // elements
+};
+struct Span {
+  void* data = nullptr;
+  int64_t count = 0;
+};
+
 // One collective operation on one rank. Input and output may be the same memory, but not overlap
 // otherwise.
 struct Request {
@@ -25,15 +36,30 @@ struct Request {
   ReduceOp op = ReduceOp::kSum;
   Algorithm algorithm = Algorithm::kAuto;
   int root = 0;
-  // Elements: of the tensor (all_reduce, broadcast), of one rank's input (all_gather) or output
-  // (reduce_scatter).
+  double factor = 1;  // of premul_sum: this rank's contribution is multiplied by it
+  // Elements: of the tensor (all_reduce, reduce, broadcast), of this rank's input (gather,
+  // all_gather) or output (scatter, reduce_scatter).
   int64_t count = 0;
   const void* input = nullptr;
-  void* output = nullptr;
-  // The list forms, one pointer per rank, in place of one contiguous buffer of world_size * count
-  // elements.
-  std::vector<const void*> inputs;       // reduce_scatter
-  std::vector<void*> outputs;            // all_gather
+  void* output = nullptr;  // null where this rank gets no result (reduce, gather)
+  // One part per rank, in place of one contiguous buffer of world_size * count elements.
+  std::vector<ConstSpan> inputs;  // reduce_scatter; scatter on the root; all_to_all
+  std::vector<Span> outputs;      // all_gather; gather on the root; all_to_all
+  bool wait_all_ranks = false;    // monitored_barrier: name every missing rank, not just the first
+  std::chrono::milliseconds timeout{0};  // 0: the communicator's
+
+  int64_t bytes() const { return count * bytes_of(dtype); }
+};
+
+// One message of one rank to another.
+inline constexpr int kAnySource = -1;
+struct Message {
+  Operation operation = Operation::kSend;  // or kRecv
+  DType dtype = DType::kFloat32;
+  int peer = 0;  // for kRecv also kAnySource
+  int32_t tag = 0;
+  int64_t count = 0;
+  void* data = nullptr;                  // read only by kSend
   std::chrono::milliseconds timeout{0};  // 0: the communicator's
 
   int64_t bytes() const { return count * bytes_of(dtype); }
@@ -41,6 +67,7 @@ struct Request {
 
 // "all_reduce(count=5, dtype=float32, op=sum)": how error messages name a call.
 std::string describe(const Request& request);
+std::string describe(const Message& message);
 
 struct Stats {
   uint64_t operations;
@@ -66,6 +93,16 @@ class Communicator {
   // otherwise what the operation throws (see error.h).
   virtual std::shared_ptr<Pending> submit(Request request, bool async,
                                           std::shared_ptr<void> keep_alive);
+  // Starts to send or receive a message; several may be under way, also beside collectives.
+  // Messages of one sender and tag arrive in the order in which they were sent; receives take them
+  // in the order in which they were posted. The memory must stay valid until the message is done:
+  // `keep_alive` is dropped then. Throws InvalidArgument before anything is sent.
+  virtual std::shared_ptr<Pending> post(const Message& message,
+                                        std::shared_ptr<void> keep_alive) = 0;
+
+  // Runs any work in the queue of the worker, behind what was queued before it. What it calls of
+  // this communicator runs at once.
+  virtual std::shared_ptr<Pending> enqueue(std::function<void()> work);
   // submit() without the choice.
   void run(Request request) { submit(std::move(request), false, nullptr); }
 
@@ -82,6 +119,7 @@ class Communicator {
  protected:
   virtual void execute(const Request& request) = 0;
   void check(const Request& request) const;
+  void check(const Message& message) const;
   void check_overlap(const Request& request) const;
   void stop_worker() { worker_.stop(); }
 

@@ -237,7 +237,7 @@ std::unique_ptr<PyPending> all_gather(Communicator& self, py::list outputs, py::
   for (const py::handle output : outputs) {
     const TensorView view = view_of(output, caller);
     check_parts(view, part, 1, caller);
-    request.outputs.push_back(view.data);
+    request.outputs.push_back({view.data, view.count});
   }
   return submit(self, std::move(request), timeout, async, py::make_tuple(outputs, input));
 }
@@ -256,7 +256,7 @@ std::unique_ptr<PyPending> reduce_scatter(Communicator& self, py::object output,
   for (const py::handle input : inputs) {
     const TensorView view = view_of(input, caller);
     check_parts(view, part, 1, caller);
-    request.inputs.push_back(view.data);
+    request.inputs.push_back({view.data, view.count});
   }
   return submit(self, std::move(request), timeout, async, py::make_tuple(output, inputs));
 }

@@ -9,7 +9,7 @@ namespace {
 thread_local bool on_worker_thread = false;
 }
 
-bool Pending::is_done() const {
+bool Pending::is_done() {
   std::lock_guard<std::mutex> lock(mutex_);
   return done_;
 }
@@ -19,7 +19,7 @@ std::exception_ptr Pending::exception() const {
   return exception_;
 }
 
-bool Pending::wait(std::chrono::milliseconds at_most) const {
+bool Pending::wait(std::chrono::milliseconds at_most) {
   std::unique_lock<std::mutex> lock(mutex_);
   const auto done = [this] { return done_; };
   if (at_most.count() > 0) return changed_.wait_for(lock, at_most, done);
@@ -38,7 +38,7 @@ void Pending::on_done(std::function<void(std::exception_ptr)> callback) {
   callback(exception_);
 }
 
-void Pending::run() {
+void Task::run() {
   std::exception_ptr exception;
   try {
     work_();
@@ -64,7 +64,7 @@ void Pending::finish(std::exception_ptr exception) {
 Worker::~Worker() { stop(); }
 
 std::shared_ptr<Pending> Worker::enqueue(std::function<void()> work) {
-  auto pending = std::make_shared<Pending>(std::move(work));
+  auto pending = std::make_shared<Task>(std::move(work));
   {
     std::lock_guard<std::mutex> lock(state_->mutex);
     PYCOMM_CHECK(!state_->stopping, kAborted, "the communicator has been shut down");
@@ -94,7 +94,7 @@ bool Worker::is_current_thread() { return on_worker_thread; }
 void Worker::loop(const std::shared_ptr<State>& state) {
   on_worker_thread = true;
   for (;;) {
-    std::shared_ptr<Pending> next;
+    std::shared_ptr<Task> next;
     {
       std::unique_lock<std::mutex> lock(state->mutex);
       state->changed.wait(lock, [&] { return state->stopping || !state->queue.empty(); });

@@ -16,33 +16,44 @@
 
 namespace pycomm {
 
-// An operation handed to the worker: finished, failed, or still to come. What pycomm._c10d calls is
-// virtual, since that module is not linked with this one.
+// An operation in progress: finished, failed, or still to come. What pycomm._c10d calls is virtual,
+// since that module is not linked with this one.
 class Pending {
  public:
-  explicit Pending(std::function<void()> work) : work_(std::move(work)) {}
   virtual ~Pending() = default;
 
-  bool is_done() const;
+  // May drive the operation (a message), so it is the way to poll.
+  virtual bool is_done();
   // The failure, or null; also null while it is not done.
   std::exception_ptr exception() const;
   // False if the time ran out first. Does not throw what the operation threw. Zero or less: no
   // limit.
-  bool wait(std::chrono::milliseconds at_most) const;
-  // Called when the operation is done, on the worker, or at once if it is already.
+  virtual bool wait(std::chrono::milliseconds at_most);
+  // Called when the operation is done, by the thread that finishes it, or at once if it is already.
   virtual void on_done(std::function<void(std::exception_ptr)> callback);
+  // The rank that a received message came from; -1 for everything else and before it is done.
+  virtual int source() const { return -1; }
 
- private:
-  friend class Worker;
-  void run();
+ protected:
+  // Once, without locks that a callback could need.
   void finish(std::exception_ptr exception);
 
+ private:
   mutable std::mutex mutex_;
-  mutable std::condition_variable changed_;
-  std::function<void()> work_;
+  std::condition_variable changed_;
   std::vector<std::function<void(std::exception_ptr)>> callbacks_;
   std::exception_ptr exception_;
   bool done_ = false;
+};
+
+// One that the worker runs.
+class Task : public Pending {
+ public:
+  explicit Task(std::function<void()> work) : work_(std::move(work)) {}
+  void run();
+
+ private:
+  std::function<void()> work_;
 };
 
 class Worker {
@@ -63,7 +74,7 @@ class Worker {
   struct State {
     std::mutex mutex;
     std::condition_variable changed;
-    std::deque<std::shared_ptr<Pending>> queue;
+    std::deque<std::shared_ptr<Task>> queue;
     std::atomic<int64_t> depth{0};
     bool stopping = false;
   };

@@ -379,7 +379,7 @@ C10dBackend::WorkPtr C10dBackend::allgather(std::vector<Tensors>& outputs, Tenso
     call.set_timeout(options.timeout);
     call.request().input = call.input(input, input.numel());
     for (const at::Tensor& output : list)
-      call.request().outputs.push_back(call.output(output, input.numel()));
+      call.request().outputs.push_back({call.output(output, input.numel()), input.numel()});
     return call.submit(*communicator_, options.asyncOp, list);
   });
 }
@@ -406,7 +406,7 @@ C10dBackend::WorkPtr C10dBackend::reduce_scatter(Tensors& outputs, std::vector<T
     call.set_op(options.reduceOp);
     call.set_timeout(options.timeout);
     for (const at::Tensor& input : list)
-      call.request().inputs.push_back(call.input(input, output.numel()));
+      call.request().inputs.push_back({call.input(input, output.numel()), output.numel()});
     call.request().output = call.output(output, output.numel());
     return call.submit(*communicator_, options.asyncOp, outputs);
   });

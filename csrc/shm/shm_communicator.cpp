@@ -88,6 +88,11 @@ void ShmCommunicator::leave() {
   wake_all(mine);
 }
 
+std::shared_ptr<Pending> ShmCommunicator::post(const Message& message, std::shared_ptr<void>) {
+  check(message);
+  return nullptr;
+}
+
 // ---- one operation
 
 void ShmCommunicator::execute(const Request& request) {
@@ -125,6 +130,8 @@ void ShmCommunicator::dispatch(const Request& request) {
       announce(request);
       meet();
       return measure_latency();
+    default:
+      PYCOMM_CHECK(false, kError, where(), " is not done yet");
   }
 }
 
@@ -179,7 +186,7 @@ void ShmCommunicator::all_gather(const Request& request) {
   const char* input = bytes_at(request.input);
   const auto output_of = [&](int peer) {
     return request.outputs.empty() ? bytes_at(request.output) + peer * bytes
-                                   : bytes_at(request.outputs[peer]);
+                                   : bytes_at(request.outputs[peer].data);
   };
   if (bytes <= kEagerBytes) {
     announce(request, input, bytes);
@@ -200,7 +207,7 @@ void ShmCommunicator::reduce_scatter(const Request& request) {
   const int64_t count = request.count * real.components, bytes = request.bytes();
   const auto input_of = [&](int peer) {
     return request.inputs.empty() ? bytes_at(request.input) + peer * bytes
-                                  : bytes_at(request.inputs[peer]);
+                                  : bytes_at(request.inputs[peer].data);
   };
   char* output = bytes_at(request.output);
   if (bytes * world_size() <= kEagerBytes) {

@@ -27,6 +27,7 @@ class ShmCommunicator : public Communicator, private Watch {
   void abort(const std::string& reason) override;
   void shutdown() override;
   double flag_latency_ns() override;
+  std::shared_ptr<Pending> post(const Message& message, std::shared_ptr<void> keep_alive) override;
   uint64_t sequence() const override { return sequence_.load(std::memory_order_relaxed); }
 
  protected:
