@@ -1,5 +1,6 @@
 #include "communicator.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "error.h"
@@ -7,14 +8,32 @@
 
 namespace pycomm {
 
+bool Request::needs_table() const {
+  switch (operation) {
+    case Operation::kGather:
+    case Operation::kScatter:
+    case Operation::kAllToAll:
+      return true;
+    case Operation::kAllGather:
+      return std::any_of(outputs.begin(), outputs.end(),
+                         [this](const Span& part) { return part.count != count; });
+    case Operation::kReduceScatter:
+      return std::any_of(inputs.begin(), inputs.end(),
+                         [this](const ConstSpan& part) { return part.count != count; });
+    default:
+      return false;
+  }
+}
+
 std::string describe(const Request& request) {
   std::string text = name_of(request.operation);
-  if (request.operation == Operation::kBarrier || request.operation == Operation::kMeasureLatency)
+  if (request.operation == Operation::kBarrier ||
+      request.operation == Operation::kMonitoredBarrier ||
+      request.operation == Operation::kMeasureLatency)
     return text + "()";
   text += concat("(count=", request.count, ", dtype=", name_of(request.dtype));
-  if (request.operation == Operation::kAllReduce || request.operation == Operation::kReduceScatter)
-    text += concat(", op=", name_of(request.op));
-  if (request.operation == Operation::kBroadcast) text += concat(", root=", request.root);
+  if (request.reduces()) text += concat(", op=", name_of(request.op));
+  if (request.has_root()) text += concat(", root=", request.root);
   if (request.algorithm != Algorithm::kAuto)
     text += concat(", algorithm=", name_of(request.algorithm));
   return text + ")";
@@ -43,23 +62,56 @@ void Communicator::set_timeout(std::chrono::milliseconds timeout) {
 }
 
 void Communicator::check(const Request& request) const {
-  const bool reduces =
-      request.operation == Operation::kAllReduce || request.operation == Operation::kReduceScatter;
-  PYCOMM_CHECK(request.count >= 0, kInvalidArgument, "rank ", rank_, ": ", describe(request),
-               ": the count is negative");
-  PYCOMM_CHECK(!reduces || can_reduce(request.dtype, request.op), kInvalidArgument, "rank ", rank_,
-               ": ", describe(request), ": op '", name_of(request.op), "' is not defined for ",
+  const auto what = [&] { return concat("rank ", rank_, ": ", describe(request)); };
+  PYCOMM_CHECK(request.count >= 0, kInvalidArgument, what(), ": the count is negative");
+  PYCOMM_CHECK(!request.reduces() || can_reduce(request.dtype, request.op), kInvalidArgument,
+               what(), ": op '", name_of(request.op), "' is not defined for ",
                name_of(request.dtype));
-  PYCOMM_CHECK(request.root >= 0 && request.root < world_size_, kInvalidArgument, "rank ", rank_,
-               ": ", describe(request), ": the root must be below the world size ", world_size_);
-  PYCOMM_CHECK(request.timeout.count() >= 0, kInvalidArgument, "rank ", rank_, ": ",
-               describe(request), ": the timeout is negative: ", request.timeout.count(), " ms");
-  const auto whole = [this](size_t pointers) {
-    return pointers == 0 || pointers == static_cast<size_t>(world_size_);
+  PYCOMM_CHECK(request.root >= 0 && request.root < world_size_, kInvalidArgument, what(),
+               ": the root must be below the world size ", world_size_);
+  PYCOMM_CHECK(request.timeout.count() >= 0, kInvalidArgument, what(),
+               ": the timeout is negative: ", request.timeout.count(), " ms");
+  PYCOMM_CHECK(request.operation != Operation::kReduce || request.algorithm != Algorithm::kRing,
+               kInvalidArgument, what(), ": only all_reduce has this algorithm");
+  if (!request.inputs.empty() || !request.outputs.empty() || request.needs_table()) {
+    check_parts(request);
+    check_overlap(request);
+  } else if (request.operation == Operation::kAllGather ||
+             request.operation == Operation::kReduceScatter) {
+    check_overlap(request);
+  }
+}
+
+// The forms with a part per rank.
+void Communicator::check_parts(const Request& request) const {
+  const auto what = [&] { return concat("rank ", rank_, ": ", describe(request)); };
+  const auto whole = [&](size_t parts, bool needed, const char* name) {
+    const size_t expected = needed ? static_cast<size_t>(world_size_) : 0;
+    PYCOMM_CHECK(parts == expected, kInvalidArgument, what(), ": needs ", expected, " ", name,
+                 "s here, ", needed ? "one per rank" : "since this is not the root", ", not ",
+                 parts);
   };
-  PYCOMM_CHECK(whole(request.inputs.size()) && whole(request.outputs.size()), kInvalidArgument,
-               "rank ", rank_, ": ", describe(request), ": needs one tensor per rank, ",
-               world_size_, ", not ", request.inputs.size() + request.outputs.size());
+  const Operation operation = request.operation;
+  const bool is_root = rank_ == request.root;
+  if (operation == Operation::kScatter || operation == Operation::kAllToAll ||
+      operation == Operation::kReduceScatter)
+    whole(request.inputs.size(), operation != Operation::kScatter || is_root, "input");
+  if (operation == Operation::kGather || operation == Operation::kAllToAll ||
+      operation == Operation::kAllGather)
+    whole(request.outputs.size(), operation != Operation::kGather || is_root, "output");
+
+  // My own part, of which I know both ends.
+  int64_t sent = request.count, received = request.count;
+  if (!request.inputs.empty()) sent = request.inputs[rank_].count;
+  if (!request.outputs.empty()) received = request.outputs[rank_].count;
+  PYCOMM_CHECK(sent == received, kInvalidArgument, what(), ": this rank's own part has ", sent,
+               " elements as input but ", received, " as output");
+  for (const ConstSpan& part : request.inputs)
+    PYCOMM_CHECK(part.count >= 0, kInvalidArgument, what(), ": a part has ", part.count,
+                 " elements");
+  for (const Span& part : request.outputs)
+    PYCOMM_CHECK(part.count >= 0, kInvalidArgument, what(), ": a part has ", part.count,
+                 " elements");
 }
 
 void Communicator::check(const Message& message) const {
@@ -73,32 +125,54 @@ void Communicator::check(const Message& message) const {
                describe(message), ": the timeout is negative: ", message.timeout.count(), " ms");
 }
 
+namespace {
+struct Bytes {
+  const char* begin;
+  const char* end;
+};
+bool overlap(const Bytes& a, const Bytes& b) { return a.begin < b.end && b.begin < a.end; }
+}  // namespace
+
 // Writing one buffer must not destroy another that is still read or was already written. What works
-// in place: an all_gather's input as its own part of the output, a reduce_scatter's output as its
-// own part of the input.
+// in place: this rank's own part, where it is the same memory as input and as output.
 void Communicator::check_overlap(const Request& request) const {
-  if (request.operation != Operation::kAllGather && request.operation != Operation::kReduceScatter)
-    return;
-  const bool gather = request.operation == Operation::kAllGather;
-  const int64_t bytes = request.bytes();
-  const auto part = [&](int rank) {
-    if (gather && !request.outputs.empty())
-      return static_cast<const char*>(request.outputs[rank].data);
-    if (!gather && !request.inputs.empty())
-      return static_cast<const char*>(request.inputs[rank].data);
-    return static_cast<const char*>(gather ? request.output : request.input) + rank * bytes;
+  const int64_t element = bytes_of(request.dtype), bytes = request.bytes();
+  const auto bytes_at = [](const void* data, int64_t size) {
+    const char* begin = static_cast<const char*>(data);
+    return Bytes{begin, begin + size};
   };
-  const auto overlap = [bytes](const char* a, const char* b) {
-    return bytes > 0 && a < b + bytes && b < a + bytes;
+  // One contiguous buffer counts as a part per rank where this rank's own may be in place.
+  const auto input_of = [&](int rank) {
+    if (!request.inputs.empty())
+      return bytes_at(request.inputs[rank].data, request.inputs[rank].count * element);
+    const bool parts = request.operation == Operation::kReduceScatter;
+    return bytes_at(static_cast<const char*>(request.input) + (parts ? rank * bytes : 0), bytes);
   };
-  const char* single = static_cast<const char*>(gather ? request.input : request.output);
-  for (int rank = 0; rank < world_size_; ++rank) {
-    const bool in_place = rank == rank_ && single == part(rank);
-    PYCOMM_CHECK(in_place || !overlap(single, part(rank)), kInvalidArgument, "rank ", rank_, ": ",
-                 describe(request), ": input and output overlap in the part of rank ", rank);
-    for (int other = 0; gather && !request.outputs.empty() && other < rank; ++other)
-      PYCOMM_CHECK(!overlap(part(other), part(rank)), kInvalidArgument, "rank ", rank_, ": ",
-                   describe(request), ": the outputs of ranks ", other, " and ", rank, " overlap");
+  const auto output_of = [&](int rank) {
+    if (!request.outputs.empty())
+      return bytes_at(request.outputs[rank].data, request.outputs[rank].count * element);
+    const bool parts = request.operation == Operation::kAllGather;
+    return bytes_at(static_cast<const char*>(request.output) + (parts ? rank * bytes : 0), bytes);
+  };
+  const bool many_inputs =
+      !request.inputs.empty() || request.operation == Operation::kReduceScatter;
+  const bool many_outputs = !request.outputs.empty() || request.operation == Operation::kAllGather;
+  const bool has_output = many_outputs || request.output;
+  const bool has_input = many_inputs || request.input;
+
+  for (int to = 0; has_output && to < (many_outputs ? world_size_ : 1); ++to) {
+    const Bytes output = output_of(to);
+    for (int from = 0; has_input && from < (many_inputs ? world_size_ : 1); ++from) {
+      const Bytes input = input_of(from);
+      const bool in_place = input.begin == output.begin && (!many_outputs || to == rank_) &&
+                            (!many_inputs || from == rank_);
+      PYCOMM_CHECK(in_place || !overlap(input, output), kInvalidArgument, "rank ", rank_, ": ",
+                   describe(request), ": input and output overlap in the part of rank ",
+                   many_outputs ? to : from);
+    }
+    for (int other = 0; !request.outputs.empty() && other < to; ++other)
+      PYCOMM_CHECK(!overlap(output, output_of(other)), kInvalidArgument, "rank ", rank_, ": ",
+                   describe(request), ": the outputs of ranks ", other, " and ", to, " overlap");
   }
 }
 
@@ -116,7 +190,6 @@ std::shared_ptr<Pending> Communicator::enqueue(std::function<void()> work) {
 std::shared_ptr<Pending> Communicator::submit(Request request, bool async,
                                               std::shared_ptr<void> keep_alive) {
   check(request);
-  check_overlap(request);
   // A completion callback that communicates runs on the worker: queued behind itself it would wait
   // for ever.
   if ((!async && worker_.depth() == 0) || worker_.is_mine()) {

@@ -38,17 +38,28 @@ struct Request {
   int root = 0;
   double factor = 1;  // of premul_sum: this rank's contribution is multiplied by it
   // Elements: of the tensor (all_reduce, reduce, broadcast), of this rank's input (gather,
-  // all_gather) or output (scatter, reduce_scatter).
+  // all_gather, all_to_all) or output (scatter, reduce_scatter).
   int64_t count = 0;
   const void* input = nullptr;
-  void* output = nullptr;  // null where this rank gets no result (reduce, gather)
+  void* output = nullptr;  // null where this rank gets no result (reduce)
   // One part per rank, in place of one contiguous buffer of world_size * count elements.
-  std::vector<ConstSpan> inputs;  // reduce_scatter; scatter on the root; all_to_all
-  std::vector<Span> outputs;      // all_gather; gather on the root; all_to_all
+  std::vector<ConstSpan> inputs;  // reduce_scatter, all_to_all; scatter on the root
+  std::vector<Span> outputs;      // all_gather, all_to_all; gather on the root
   bool wait_all_ranks = false;    // monitored_barrier: name every missing rank, not just the first
   std::chrono::milliseconds timeout{0};  // 0: the communicator's
 
   int64_t bytes() const { return count * bytes_of(dtype); }
+  bool reduces() const {
+    return operation == Operation::kAllReduce || operation == Operation::kReduce ||
+           operation == Operation::kReduceScatter;
+  }
+  bool has_root() const {
+    return operation == Operation::kBroadcast || operation == Operation::kReduce ||
+           operation == Operation::kGather || operation == Operation::kScatter;
+  }
+  // Whether ranks tell each other every part's count: where one cannot know the others', or they
+  // differ.
+  bool needs_table() const;
 };
 
 // One message of one rank to another.
@@ -120,10 +131,11 @@ class Communicator {
   virtual void execute(const Request& request) = 0;
   void check(const Request& request) const;
   void check(const Message& message) const;
-  void check_overlap(const Request& request) const;
   void stop_worker() { worker_.stop(); }
 
  private:
+  void check_parts(const Request& request) const;
+  void check_overlap(const Request& request) const;
   void execute_in_turn(const Request& request);
 
   const int rank_;

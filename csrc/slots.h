@@ -39,7 +39,7 @@ struct Chunks {
   int64_t begin(int64_t chunk) const { return chunk * chunk_count; }
   int64_t count_of(int64_t chunk) const {
     const int64_t left = count - begin(chunk);
-    return left < chunk_count ? left : chunk_count;
+    return left < chunk_count ? left : chunk_count;  // negative past the end
   }
 };
 

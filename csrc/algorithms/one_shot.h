@@ -5,12 +5,14 @@
 // eager).
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "../slots.h"
 
 namespace pycomm {
 
+// `output` null: this rank only contributes (reduce).
 template <class Slots, class Math>
 int64_t one_shot_all_reduce(Slots& slots, const Math& math, const char* input, char* output,
                             int64_t count) {
@@ -26,62 +28,55 @@ int64_t one_shot_all_reduce(Slots& slots, const Math& math, const char* input, c
   const auto reduce_all = [&](int64_t chunk) {
     const int64_t offset = chunks.begin(chunk) * bytes;
     const char* sources[kMaxRanks];
-    for (int peer = 0; peer < slots.world_size(); ++peer) {
+    for (int peer = 0; output && peer < slots.world_size(); ++peer) {
       if (peer != slots.rank()) slots.await(peer, Stage::kFilled, chunk);
       sources[peer] = peer == slots.rank() ? input + offset : slots.of(peer, chunk);
     }
-    math.reduce_all(sources, nullptr, output + offset, chunks.count_of(chunk));
+    if (output) math.reduce_all(sources, nullptr, output + offset, chunks.count_of(chunk));
     slots.post(Stage::kDrained, chunk);
   };
   pipeline(chunks.number(), 1, contribute, reduce_all);
   return chunks.number();
 }
 
-// Broadcast and all-gather are one_shot's two halves: publish, and read.
-template <class Slots, class Math>
-int64_t one_shot_broadcast(Slots& slots, const Math& math, char* data, int64_t count, int root) {
+// Broadcast, gather and all-gather are one_shot's two halves: publish, and read what one wants.
+// count_of(rank): elements which that rank publishes, the same on all ranks. output_of(rank): where
+// they go here, null where this rank does not want them.
+template <class Slots, class Math, class Counts, class Outputs>
+int64_t one_shot_gather(Slots& slots, const Math& math, const char* input, Counts&& count_of,
+                        Outputs&& output_of) {
+  const int rank = slots.rank(), world_size = slots.world_size();
   const int64_t bytes = math.element_bytes();
-  const Chunks chunks{count, slots.slot_bytes() / bytes};
-  for (int64_t chunk = 0; chunk < chunks.number(); ++chunk) {
-    char* part = data + chunks.begin(chunk) * bytes;
-    if (slots.rank() == root) {
-      slots.acquire(chunk);
-      math.copy_to_slot(slots.mine(chunk), part, chunks.count_of(chunk));
-      slots.post(Stage::kFilled, chunk);
-    } else {
-      slots.await(root, Stage::kFilled, chunk);
-      math.copy_to_output(part, slots.of(root, chunk), chunks.count_of(chunk));
-    }
-    slots.post(Stage::kDrained, chunk);
-  }
-  return chunks.number();
-}
-
-// outputs(rank): where that rank's `count` elements go.
-template <class Slots, class Math, class Outputs>
-int64_t one_shot_all_gather(Slots& slots, const Math& math, const char* input, Outputs&& outputs,
-                            int64_t count) {
-  const int64_t bytes = math.element_bytes();
-  const Chunks chunks{count, slots.slot_bytes() / bytes};
+  const auto chunks_of = [&](int peer) {
+    return Chunks{count_of(peer), slots.slot_bytes() / bytes};
+  };
+  int64_t chunks = 0;
+  for (int peer = 0; peer < world_size; ++peer) chunks = std::max(chunks, chunks_of(peer).number());
 
   const auto contribute = [&](int64_t chunk) {
-    const int64_t offset = chunks.begin(chunk) * bytes;
+    const Chunks mine = chunks_of(rank);
+    if (mine.count_of(chunk) <= 0) return;
+    const char* part = input + mine.begin(chunk) * bytes;
     slots.acquire(chunk);
-    math.copy_to_slot(slots.mine(chunk), input + offset, chunks.count_of(chunk));
+    math.copy_to_slot(slots.mine(chunk), part, mine.count_of(chunk));
     slots.post(Stage::kFilled, chunk);
-    math.copy_to_output(outputs(slots.rank()) + offset, input + offset, chunks.count_of(chunk));
+    if (char* output = output_of(rank))
+      math.copy_to_output(output + mine.begin(chunk) * bytes, part, mine.count_of(chunk));
   };
   const auto collect = [&](int64_t chunk) {
-    const int64_t offset = chunks.begin(chunk) * bytes;
-    for (int step = 1; step < slots.world_size(); ++step) {
-      const int peer = (slots.rank() + step) % slots.world_size();
+    for (int step = 1; step < world_size; ++step) {
+      const int peer = (rank + step) % world_size;
+      const Chunks theirs = chunks_of(peer);
+      char* output = output_of(peer);
+      if (!output || theirs.count_of(chunk) <= 0) continue;
       slots.await(peer, Stage::kFilled, chunk);
-      math.copy_to_output(outputs(peer) + offset, slots.of(peer, chunk), chunks.count_of(chunk));
+      math.copy_to_output(output + theirs.begin(chunk) * bytes, slots.of(peer, chunk),
+                          theirs.count_of(chunk));
     }
     slots.post(Stage::kDrained, chunk);
   };
-  pipeline(chunks.number(), 1, contribute, collect);
-  return chunks.number();
+  pipeline(chunks, 1, contribute, collect);
+  return chunks;
 }
 
 }  // namespace pycomm

@@ -7,12 +7,15 @@
 // in cache.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "../slots.h"
+#include "exchange.h"
 
 namespace pycomm {
 
+// `output` null: this rank reduces its shard, but wants no result (reduce).
 template <class Slots, class Math>
 int64_t two_shot_all_reduce(Slots& slots, const Math& math, const char* input, char* output,
                             int64_t count) {
@@ -41,11 +44,12 @@ int64_t two_shot_all_reduce(Slots& slots, const Math& math, const char* input, c
       if (peer != rank) slots.await(peer, Stage::kFilled, chunk);
       sources[peer] = peer == rank ? input + in_tensor : slots.of(peer, chunk) + in_chunk;
     }
-    math.reduce_all(sources, slots.mine(chunk) + in_chunk, output + in_tensor, s.count);
+    math.reduce_all(sources, slots.mine(chunk) + in_chunk, output ? output + in_tensor : nullptr,
+                    s.count);
     slots.post(Stage::kReduced, chunk);
   };
   const auto collect = [&](int64_t chunk) {
-    for (int step = 1; step < world_size; ++step) {
+    for (int step = 1; output && step < world_size; ++step) {
       const int owner = (rank + step) % world_size;
       const Shard s = shard(chunk, owner);
       slots.await(owner, Stage::kReduced, chunk);
@@ -58,38 +62,45 @@ int64_t two_shot_all_reduce(Slots& slots, const Math& math, const char* input, c
   return chunks.number();
 }
 
-// Reduce-scatter is the first shot alone. A slot is divided into world_size cells, one per
-// receiving rank. inputs(rank): the `count` elements meant for that rank.
+// Reduce-scatter is the first shot alone, with a cell of the slot for each other rank.
+// inputs(rank): data and count of what is meant for that rank; the counts are the same on all
+// ranks.
 template <class Slots, class Math, class Inputs>
-int64_t two_shot_reduce_scatter(Slots& slots, const Math& math, Inputs&& inputs, char* output,
-                                int64_t count) {
+int64_t two_shot_reduce_scatter(Slots& slots, const Math& math, Inputs&& inputs, char* output) {
   const int rank = slots.rank(), world_size = slots.world_size();
   const int64_t bytes = math.element_bytes();
-  const int64_t cell_count =
-      slots.slot_bytes() / world_size / static_cast<int64_t>(kLineBytes) * math.granule();
-  const Chunks chunks{count, cell_count};
+  const Cells cells(slots.slot_bytes(), world_size, bytes);
+  const auto chunks_of = [&](int owner) { return Chunks{inputs(owner).count, cells.count}; };
+  int64_t chunks = 0;
+  for (int owner = 0; owner < world_size; ++owner)
+    chunks = std::max(chunks, chunks_of(owner).number());
 
   const auto contribute = [&](int64_t chunk) {
     slots.acquire(chunk);
-    for (int owner = 0; owner < world_size; ++owner)
-      if (owner != rank)
-        math.copy_to_slot(slots.mine(chunk) + owner * cell_count * bytes,
-                          inputs(owner) + chunks.begin(chunk) * bytes, chunks.count_of(chunk));
+    for (int owner = 0; owner < world_size; ++owner) {
+      const Chunks theirs = chunks_of(owner);
+      if (owner != rank && theirs.count_of(chunk) > 0)
+        math.copy_to_slot(slots.mine(chunk) + cells.offset(rank, owner),
+                          inputs(owner).data + theirs.begin(chunk) * bytes, theirs.count_of(chunk));
+    }
     slots.post(Stage::kFilled, chunk);
   };
   const auto reduce_cell = [&](int64_t chunk) {
-    const int64_t offset = chunks.begin(chunk) * bytes;
-    const char* sources[kMaxRanks];
-    for (int peer = 0; peer < world_size; ++peer) {
-      if (peer != rank) slots.await(peer, Stage::kFilled, chunk);
-      sources[peer] =
-          peer == rank ? inputs(rank) + offset : slots.of(peer, chunk) + rank * cell_count * bytes;
+    const Chunks mine = chunks_of(rank);
+    if (mine.count_of(chunk) > 0) {
+      const int64_t offset = mine.begin(chunk) * bytes;
+      const char* sources[kMaxRanks];
+      for (int peer = 0; peer < world_size; ++peer) {
+        if (peer != rank) slots.await(peer, Stage::kFilled, chunk);
+        sources[peer] = peer == rank ? inputs(rank).data + offset
+                                     : slots.of(peer, chunk) + cells.offset(peer, rank);
+      }
+      math.reduce_all(sources, nullptr, output + offset, mine.count_of(chunk));
     }
-    math.reduce_all(sources, nullptr, output + offset, chunks.count_of(chunk));
     slots.post(Stage::kDrained, chunk);
   };
-  pipeline(chunks.number(), 1, contribute, reduce_cell);
-  return chunks.number();
+  pipeline(chunks, 1, contribute, reduce_cell);
+  return chunks;
 }
 
 }  // namespace pycomm

@@ -40,7 +40,14 @@ struct OperationHeader {
   Algorithm algorithm;
   int64_t count;
   int32_t root;
-  uint32_t unused;
+  uint32_t has_parts;  // whether `parts` below holds the counts, in place of `count`
+  double factor;       // of this rank's contribution to a premul_sum
+};
+
+// What this rank sends to and expects from each rank, in elements.
+struct Parts {
+  int64_t sends[kMaxRanks];
+  int64_t receives[kMaxRanks];
 };
 
 // An operation's header, and behind it as much data as fits: a short message travels with its
@@ -49,6 +56,7 @@ inline constexpr int64_t kEagerBytes = 16 << 10;
 struct alignas(kSeparationBytes) Announcement {
   OperationHeader header;
   char payload[kEagerBytes];
+  Parts parts;
 };
 
 struct RankArea {

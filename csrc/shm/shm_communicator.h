@@ -34,28 +34,38 @@ class ShmCommunicator : public Communicator, private Watch {
   void execute(const Request& request) override;
 
  private:
+  // shm_collectives.cpp
   void dispatch(const Request& request);
   void all_reduce(const Request& request);
-  void broadcast(const Request& request);
-  void all_gather(const Request& request);
   void reduce_scatter(const Request& request);
-  void measure_latency();
-  double round_trip_ns(int peer, uint32_t turn);
-  void wait_for_flag(int peer, Flag& flag, uint32_t target) const;
+  void broadcast(const Request& request);
+  void gather(const Request& request);
+  void all_to_all(const Request& request);
+  void monitored_barrier();
 
   // The head of every operation: publish my header with up to kEagerBytes of data, then see every
   // peer's.
   Announcement& announcement_of(int rank) {
     return segment_->area(rank).announcements[sequence_ & 1];
   }
-  void announce(const Request& request, const void* payload = nullptr, int64_t payload_bytes = 0);
+  void fill_header(const Request& request);
+  void announce(const void* payload = nullptr, int64_t payload_bytes = 0);
+  void write_parts(const Request& request);
   void meet();
+  void meet_peer(int peer);
+  void check_parts();
   [[noreturn]] void throw_mismatch(int peer);
-
-  // The rest is chunks through slots. `stream`: whether slot writes should bypass the caches.
+  // `stream`: whether slot writes should bypass the caches; what chunks use decides that by itself.
+  Math math_for(const Request& request, bool stream);
   Math chunked_math(const Request& request);
+
+  // placement.cpp
+  void measure_latency();
+  double round_trip_ns(int peer, uint32_t turn);
+  void wait_for_flag(int peer, Flag& flag, uint32_t target) const;
   void measure_latency_now_and_then();
 
+  // The end of a wait.
   bool check_wait(int peer, bool sleeping) const override;
   [[noreturn]] void lost_peer(int peer) const override;
   void leave();

@@ -1,0 +1,93 @@
+// How far apart the ranks' cores are, and what follows for the way slots are written.
+#include <algorithm>
+#include <chrono>
+
+#include "shm_communicator.h"
+
+namespace pycomm {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Where cores share no cache, temporal slot writes are several times slower than streaming ones;
+// else they are faster. Flags tell the two apart: 30-60 ns (near) and 185-235 ns (far) on a Zen 4,
+// but 125-170 ns between cores of one Sapphire Rapids socket, where temporal writes still win
+// by 1.2.
+constexpr uint32_t kFarLatencyNs = 175;
+// The fastest batch of round trips counts: the others were disturbed.
+constexpr int kProbeBatches = 5;
+constexpr int kRoundsPerBatch = 12;
+constexpr uint32_t kProbeRounds =
+    1 + kProbeBatches * kRoundsPerBatch;  // the first brings both here
+// Placement changes while a job runs (the scheduler, or the host under a virtual machine), so it is
+// measured again.
+constexpr uint64_t kOperationsBetweenProbes = 512;
+
+}  // namespace
+
+void ShmCommunicator::measure_latency_now_and_then() {
+  const ShmConfig& config = segment_->head().config;
+  if (chunked_operations_++ % kOperationsBetweenProbes != 0) return;
+  if (config.streaming != Streaming::kAuto) {
+    stream_ = config.streaming == Streaming::kAlways;
+  } else if (crowded_) {
+    stream_ = false;  // ranks take turns on a core and its caches
+  } else {
+    measure_latency();
+    stream_ = segment_->area(0).flag_latency_ns > kFarLatencyNs;
+  }
+}
+
+// Rank 0 exchanges a flag with each peer in turn; the slowest peer counts, and all ranks learn it.
+void ShmCommunicator::measure_latency() {
+  Flag& flag0 = segment_->area(0).latency_probe;
+  const uint32_t base0 = probe_base_;  // rank 0's flag before this measurement
+  probe_base_ += static_cast<uint32_t>(world_size() - 1) * kProbeRounds + 1;
+  if (rank() == 0) {
+    double slowest = 0;
+    for (int peer = 1; peer < world_size(); ++peer)
+      slowest = std::max(slowest, round_trip_ns(peer, base0 + (peer - 1) * kProbeRounds) / 2);
+    segment_->area(0).flag_latency_ns = static_cast<uint32_t>(slowest);
+    set_and_wake(flag0.value, probe_base_, flag0.sleepers);
+    return;
+  }
+  const uint32_t turn = base0 + static_cast<uint32_t>(rank() - 1) * kProbeRounds;
+  Flag& mine = segment_->area(rank()).latency_probe;
+  for (uint32_t round = 1; round <= kProbeRounds; ++round) {
+    wait_for_flag(0, flag0, turn + round);
+    set_and_wake(mine.value, turn + round, mine.sleepers);
+  }
+  wait_for_flag(0, flag0, probe_base_);
+}
+
+// Rank 0's side of the exchange with one peer: kProbeRounds flags from `turn` on, each answered.
+double ShmCommunicator::round_trip_ns(int peer, uint32_t turn) {
+  Flag& mine = segment_->area(0).latency_probe;
+  Flag& theirs = segment_->area(peer).latency_probe;
+  const auto exchange = [&] {
+    set_and_wake(mine.value, ++turn, mine.sleepers);
+    wait_for_flag(peer, theirs, turn);
+  };
+  exchange();
+  double fastest = 1e9;
+  for (int batch = 0; batch < kProbeBatches; ++batch) {
+    const auto began = Clock::now();
+    for (int round = 0; round < kRoundsPerBatch; ++round) exchange();
+    const std::chrono::duration<double, std::nano> took = Clock::now() - began;
+    fastest = std::min(fastest, took.count() / kRoundsPerBatch);
+  }
+  return fastest;
+}
+
+void ShmCommunicator::wait_for_flag(int peer, Flag& flag, uint32_t target) const {
+  wait_until(flag.value, target, flag.sleepers, patience_, WaitGuard{*this, peer});
+}
+
+double ShmCommunicator::flag_latency_ns() {
+  Request request;
+  request.operation = Operation::kMeasureLatency;
+  run(request);
+  return segment_->area(0).flag_latency_ns;
+}
+
+}  // namespace pycomm

@@ -1,0 +1,369 @@
+// The collective operations over shared memory: each is announced, met by all ranks, and then done
+// with what travelled beside the headers (eager) or in chunks through the slots.
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+
+#include "../algorithms/choose.h"
+#include "../algorithms/exchange.h"
+#include "../algorithms/one_shot.h"
+#include "../algorithms/ring.h"
+#include "../algorithms/two_shot.h"
+#include "shm_communicator.h"
+
+namespace pycomm {
+namespace {
+
+const char* bytes_at(const void* pointer) { return static_cast<const char*>(pointer); }
+char* bytes_at(void* pointer) { return static_cast<char*>(pointer); }
+
+// What an algorithm sees of one rank's part.
+struct InputPart {
+  const char* data;
+  int64_t count;
+};
+struct OutputPart {
+  char* data;
+  int64_t count;
+};
+
+}  // namespace
+
+void ShmCommunicator::dispatch(const Request& request) {
+  fill_header(request);
+  switch (request.operation) {
+    case Operation::kAllReduce:
+    case Operation::kReduce:
+      return all_reduce(request);
+    case Operation::kReduceScatter:
+      return reduce_scatter(request);
+    case Operation::kBroadcast:
+      return broadcast(request);
+    case Operation::kAllGather:
+    case Operation::kGather:
+      return gather(request);
+    case Operation::kScatter:
+    case Operation::kAllToAll:
+      return all_to_all(request);
+    case Operation::kBarrier:
+      announce();
+      return meet();
+    case Operation::kMonitoredBarrier:
+      return monitored_barrier();
+    case Operation::kMeasureLatency:
+      announce();
+      meet();
+      return measure_latency();
+    case Operation::kSend:
+    case Operation::kRecv:
+      break;
+  }
+  PYCOMM_CHECK(false, kError, where(), " is not a collective operation");
+}
+
+// ---- reductions
+
+// Also reduce, where only the root has an output.
+void ShmCommunicator::all_reduce(const Request& request) {
+  const RealView real = real_view(request.dtype);
+  const int64_t count = request.count * real.components, bytes = request.bytes();
+  const char* input = bytes_at(request.input);
+  char* output = bytes_at(request.output);
+  const Algorithm algorithm = choose_all_reduce(request.algorithm, bytes);
+
+  if (bytes <= kEagerBytes && algorithm == Algorithm::kOneShot) {
+    announce(input, bytes);
+    meet();
+    if (count == 0 || !output) return;
+    const char* sources[kMaxRanks];
+    for (int peer = 0; peer < world_size(); ++peer) sources[peer] = announcement_of(peer).payload;
+    math_for(request, false).reduce_all(sources, nullptr, output, count);
+    return;
+  }
+  announce();
+  meet();
+  const Math math = chunked_math(request);
+  switch (algorithm) {
+    case Algorithm::kOneShot:
+      return slots_.advance(one_shot_all_reduce(slots_, math, input, output, count));
+    case Algorithm::kRing:
+      return slots_.advance(ring_all_reduce(slots_, math, input, output, count));
+    default:
+      return slots_.advance(two_shot_all_reduce(slots_, math, input, output, count));
+  }
+}
+
+void ShmCommunicator::reduce_scatter(const Request& request) {
+  const RealView real = real_view(request.dtype);
+  const auto input_of = [&](int rank) {
+    if (request.inputs.empty())
+      return InputPart{bytes_at(request.input) + rank * request.bytes(),
+                       request.count * real.components};
+    const ConstSpan& part = request.inputs[rank];
+    return InputPart{bytes_at(part.data), part.count * real.components};
+  };
+  const int64_t element = bytes_of(real.dtype);
+  int64_t total = 0, mine_at = 0;
+  for (int rank = 0; rank < world_size(); ++rank) {
+    if (rank == this->rank()) mine_at = total;
+    total += input_of(rank).count * element;
+  }
+  char* output = bytes_at(request.output);
+
+  if (total <= kEagerBytes) {
+    char* payload = announcement_of(rank()).payload;
+    for (int rank = 0; rank < world_size(); ++rank) {
+      copy(payload, input_of(rank).data, input_of(rank).count * element, false);
+      payload += input_of(rank).count * element;
+    }
+    announce();
+    meet();
+    if (request.count == 0) return;
+    const char* sources[kMaxRanks];
+    for (int peer = 0; peer < world_size(); ++peer)
+      sources[peer] = announcement_of(peer).payload + mine_at;
+    math_for(request, false).reduce_all(sources, nullptr, output, request.count * real.components);
+    return;
+  }
+  announce();
+  meet();
+  slots_.advance(two_shot_reduce_scatter(slots_, chunked_math(request), input_of, output));
+}
+
+// ---- the same data to everybody who wants it
+
+void ShmCommunicator::broadcast(const Request& request) {
+  const int64_t bytes = request.bytes();
+  char* data = bytes_at(request.output);
+  const bool root = rank() == request.root;
+  if (bytes <= kEagerBytes) {
+    announce(data, root ? bytes : 0);
+    meet();
+    if (!root) copy(data, announcement_of(request.root).payload, bytes, false);
+    return;
+  }
+  announce();
+  meet();
+  const int64_t count = request.count * real_view(request.dtype).components;
+  slots_.advance(one_shot_gather(
+      slots_, chunked_math(request), data,
+      [&](int peer) { return peer == request.root ? count : 0; },
+      [&](int peer) { return peer == request.root && !root ? data : nullptr; }));
+}
+
+// gather and all_gather. A rank whose part is short sends it beside its header, whatever the others
+// do: everybody knows every part's size by then.
+void ShmCommunicator::gather(const Request& request) {
+  const int64_t element = bytes_of(request.dtype);
+  const char* input = bytes_at(request.input);
+  const bool wanted = request.operation == Operation::kAllGather || rank() == request.root;
+  const auto output_of = [&](int peer) -> char* {
+    if (!wanted) return nullptr;
+    return request.outputs.empty() ? bytes_at(request.output) + peer * request.bytes()
+                                   : bytes_at(request.outputs[peer].data);
+  };
+  const bool eager = request.bytes() <= kEagerBytes;
+  announce(input, eager ? request.bytes() : 0);
+  meet();
+
+  bool any_in_chunks = false;
+  const auto count_of = [&](int peer) { return announcement_of(peer).header.count; };
+  for (int peer = 0; peer < world_size(); ++peer) {
+    const int64_t bytes = count_of(peer) * element;
+    if (bytes > kEagerBytes)
+      any_in_chunks = true;
+    else if (wanted)
+      copy(output_of(peer), announcement_of(peer).payload, bytes, false);
+  }
+  if (!any_in_chunks) return;
+  const int components = real_view(request.dtype).components;
+  slots_.advance(one_shot_gather(
+      slots_, chunked_math(request), input,
+      [&](int peer) {
+        return count_of(peer) * element > kEagerBytes ? count_of(peer) * components : 0;
+      },
+      output_of));
+}
+
+// ---- other data for everybody
+
+// all_to_all and scatter. A rank that sends little sends it beside its header, part after part.
+void ShmCommunicator::all_to_all(const Request& request) {
+  const int me = rank(), components = real_view(request.dtype).components;
+  const int64_t element = bytes_of(request.dtype);
+  const auto sent = [&](int from, int to) { return announcement_of(from).parts.sends[to]; };
+  // Bytes that `from` sends to the others before its part for `to`; to = world_size: to all.
+  const auto offset = [&](int from, int to) {
+    int64_t bytes = 0;
+    for (int peer = 0; peer < to; ++peer) bytes += peer == from ? 0 : sent(from, peer) * element;
+    return bytes;
+  };
+  const auto input_of = [&](int to) {
+    return request.inputs.empty() ? nullptr : bytes_at(request.inputs[to].data);
+  };
+  const auto output_of = [&](int from) {
+    if (!request.outputs.empty()) return bytes_at(request.outputs[from].data);
+    return from == request.root ? bytes_at(request.output) : nullptr;
+  };
+
+  if (offset(me, world_size()) <= kEagerBytes)
+    for (int to = 0; to < world_size(); ++to)
+      if (to != me)
+        copy(announcement_of(me).payload + offset(me, to), input_of(to), sent(me, to) * element,
+             false);
+  announce();
+  meet();
+
+  if (output_of(me) != input_of(me))
+    copy(output_of(me), input_of(me), sent(me, me) * element, false);
+  bool eager[kMaxRanks];
+  int64_t most = 0;  // elements in chunks between any two ranks
+  for (int from = 0; from < world_size(); ++from) {
+    eager[from] = offset(from, world_size()) <= kEagerBytes;
+    if (eager[from] && from != me)
+      copy(output_of(from), announcement_of(from).payload + offset(from, me),
+           sent(from, me) * element, false);
+    for (int to = 0; !eager[from] && to < world_size(); ++to)
+      if (to != from) most = std::max(most, sent(from, to) * components);
+  }
+  if (most == 0) return;
+  const auto in_chunks = [&](int from, int to) {
+    return from == to || eager[from] ? 0 : sent(from, to) * components;
+  };
+  slots_.advance(exchange(
+      slots_, chunked_math(request),
+      [&](int to) { return InputPart{input_of(to), in_chunks(me, to)}; },
+      [&](int from) { return OutputPart{output_of(from), in_chunks(from, me)}; }, most));
+}
+
+// ---- the head of an operation
+
+// Rank 0 waits for everybody before it announces itself; the others wait for rank 0 only. So rank 0
+// alone decides who is late, and everybody learns it from rank 0.
+void ShmCommunicator::monitored_barrier() {
+  if (rank() != 0) {
+    announce();
+    return meet_peer(0);
+  }
+  for (int peer = 1; peer < world_size(); ++peer) meet_peer(peer);
+  announce();
+}
+
+// Announcement s lies where s - 2 lay. That is safe to overwrite: I finished s - 1 only after
+// seeing every peer enter s - 1, and a peer enters s - 1 after it has read all it wanted of s - 2.
+void ShmCommunicator::fill_header(const Request& request) {
+  OperationHeader& header = announcement_of(rank()).header;
+  header.operation = request.operation;
+  header.dtype = request.dtype;
+  header.op = request.op;
+  header.algorithm = request.algorithm;
+  header.count = request.count;
+  header.root = request.root;
+  header.has_parts = request.needs_table();
+  header.factor = request.factor;
+  if (header.has_parts) write_parts(request);
+}
+
+void ShmCommunicator::announce(const void* payload, int64_t payload_bytes) {
+  Announcement& mine = announcement_of(rank());
+  if (payload_bytes > 0) std::memcpy(mine.payload, payload, static_cast<size_t>(payload_bytes));
+  set_and_wake(mine.header.sequence, sequence_, segment_->area(rank()).entered.sleepers);
+}
+
+void ShmCommunicator::write_parts(const Request& request) {
+  Parts& parts = announcement_of(rank()).parts;
+  const bool is_root = rank() == request.root;
+  for (int peer = 0; peer < world_size(); ++peer) {
+    const auto input = [&] { return request.inputs[peer].count; };
+    const auto output = [&] { return request.outputs[peer].count; };
+    const int64_t with_root = peer == request.root ? request.count : 0;
+    switch (request.operation) {
+      case Operation::kGather:
+        parts.sends[peer] = with_root;
+        parts.receives[peer] = is_root ? output() : 0;
+        break;
+      case Operation::kScatter:
+        parts.sends[peer] = is_root ? input() : 0;
+        parts.receives[peer] = with_root;
+        break;
+      case Operation::kAllGather:
+        parts.sends[peer] = request.count;
+        parts.receives[peer] = output();
+        break;
+      case Operation::kReduceScatter:
+        parts.sends[peer] = input();
+        parts.receives[peer] = request.count;
+        break;
+      default:
+        parts.sends[peer] = input();
+        parts.receives[peer] = output();
+        break;
+    }
+  }
+}
+
+// Every rank sees every peer's header, whatever it needs from it: so a mismatch is noticed on all
+// ranks, and no operation returns before all ranks have entered it.
+void ShmCommunicator::meet() {
+  for (int peer = 0; peer < world_size(); ++peer)
+    if (peer != rank()) meet_peer(peer);
+  if (__builtin_expect(announcement_of(rank()).header.has_parts != 0, 0)) check_parts();
+}
+
+void ShmCommunicator::meet_peer(int peer) {
+  const OperationHeader& mine = announcement_of(rank()).header;
+  OperationHeader& theirs = announcement_of(peer).header;
+  if (!reached(load_acquire(theirs.sequence), sequence_))
+    wait_until(theirs.sequence, sequence_, segment_->area(peer).entered.sleepers, patience_,
+               WaitGuard{*this, peer});
+  const bool same = mine.operation == theirs.operation && mine.dtype == theirs.dtype &&
+                    mine.op == theirs.op && mine.algorithm == theirs.algorithm &&
+                    (mine.count == theirs.count || mine.has_parts) && mine.root == theirs.root &&
+                    mine.has_parts == theirs.has_parts;
+  if (__builtin_expect(!same, 0)) throw_mismatch(peer);
+}
+
+// What each rank sends must be what the other expects; all ranks compare all pairs, so all notice.
+void ShmCommunicator::check_parts() {
+  for (int from = 0; from < world_size(); ++from)
+    for (int to = 0; to < world_size(); ++to) {
+      const int64_t sent = announcement_of(from).parts.sends[to];
+      const int64_t expected = announcement_of(to).parts.receives[from];
+      PYCOMM_CHECK(sent == expected, kMismatch, "ranks disagree on operation ", sequence_, ", ",
+                   describe(*request_), ": rank ", from, " has ", sent, " elements for rank ", to,
+                   ", which expects ", expected,
+                   ". What a rank sends and what the other receives must have equal counts.");
+    }
+}
+
+void ShmCommunicator::throw_mismatch(int peer) {
+  const auto call = [this](int rank) {
+    const OperationHeader& header = announcement_of(rank).header;
+    Request request;
+    request.operation = header.operation;
+    request.dtype = header.dtype;
+    request.op = header.op;
+    request.algorithm = header.algorithm;
+    request.count = header.count;
+    request.root = header.root;
+    return concat("rank ", rank, " called ", describe(request),
+                  header.has_parts ? " with counts of its own for each rank" : "");
+  };
+  const int first = std::min(rank(), peer), second = std::max(rank(), peer);
+  throw Error(
+      ErrorKind::kMismatch,
+      concat("ranks disagree on operation ", sequence_, ": ", call(first), " but ", call(second),
+             ". Every rank must make the same calls in the same order, with equal counts "
+             "and dtypes."));
+}
+
+Math ShmCommunicator::math_for(const Request& request, bool stream) {
+  return Math(request.dtype, request.op, world_size(), stream);
+}
+
+Math ShmCommunicator::chunked_math(const Request& request) {
+  measure_latency_now_and_then();
+  return math_for(request, stream_);
+}
+
+}  // namespace pycomm
