@@ -183,26 +183,35 @@ void Communicator::execute_in_turn(const Request& request) {
   bytes_.fetch_add(static_cast<uint64_t>(request.bytes()), std::memory_order_relaxed);
 }
 
-std::shared_ptr<Pending> Communicator::enqueue(std::function<void()> work) {
-  return worker_.enqueue(std::move(work));
+// A completion callback that communicates runs on the worker: queued behind itself it would wait
+// for ever.
+bool Communicator::runs_at_once(bool async) const {
+  return (!async && worker_.depth() == 0) || worker_.is_mine();
+}
+
+std::shared_ptr<Pending> Communicator::queue(std::function<void()> work, bool async) {
+  auto pending = worker_.enqueue(std::move(work));
+  if (async) return pending;
+  while (!pending->wait(kSleep)) check_interrupt();
+  if (auto exception = pending->exception()) std::rethrow_exception(exception);
+  return nullptr;
 }
 
 std::shared_ptr<Pending> Communicator::submit(Request request, bool async,
                                               std::shared_ptr<void> keep_alive) {
   check(request);
-  // A completion callback that communicates runs on the worker: queued behind itself it would wait
-  // for ever.
-  if ((!async && worker_.depth() == 0) || worker_.is_mine()) {
+  if (runs_at_once(async)) {
     execute_in_turn(request);
     return nullptr;
   }
-  auto pending =
-      worker_.enqueue([this, request = std::move(request), keep_alive = std::move(keep_alive)] {
-        execute_in_turn(request);
-      });
-  if (async) return pending;
-  while (!pending->wait(kSleep)) check_interrupt();
-  if (auto exception = pending->exception()) std::rethrow_exception(exception);
+  return queue([this, request = std::move(request),
+                keep_alive = std::move(keep_alive)] { execute_in_turn(request); },
+               async);
+}
+
+std::shared_ptr<Pending> Communicator::run_together(std::function<void()> work, bool async) {
+  if (!runs_at_once(async)) return queue(std::move(work), async);
+  work();
   return nullptr;
 }
 

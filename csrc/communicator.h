@@ -80,6 +80,9 @@ struct Message {
 std::string describe(const Request& request);
 std::string describe(const Message& message);
 
+// Why a communicator has ended, if it has.
+enum class Failure { kNone, kTimeout, kHere, kElsewhere };
+
 struct Stats {
   uint64_t operations;
   uint64_t bytes;  // of user tensors: count * element size
@@ -111,14 +114,15 @@ class Communicator {
   virtual std::shared_ptr<Pending> post(const Message& message,
                                         std::shared_ptr<void> keep_alive) = 0;
 
-  // Runs any work in the queue of the worker, behind what was queued before it. What it calls of
-  // this communicator runs at once.
-  virtual std::shared_ptr<Pending> enqueue(std::function<void()> work);
+  // Runs work made of several operations, as submit() runs one: what it calls of this communicator
+  // runs at once.
+  virtual std::shared_ptr<Pending> run_together(std::function<void()> work, bool async);
   // submit() without the choice.
   void run(Request request) { submit(std::move(request), false, nullptr); }
 
   // Ends every operation of every rank with AbortedError, now and in the future. From any thread.
   virtual void abort(const std::string& reason) = 0;
+  virtual Failure failure() const = 0;
   // Finishes what is queued and leaves; peers that still wait for this rank are told.
   virtual void shutdown() = 0;
   // Half a round trip of a flag between rank 0 and the farthest rank, in nanoseconds. Collective.
@@ -136,6 +140,8 @@ class Communicator {
  private:
   void check_parts(const Request& request) const;
   void check_overlap(const Request& request) const;
+  bool runs_at_once(bool async) const;
+  std::shared_ptr<Pending> queue(std::function<void()> work, bool async);
   void execute_in_turn(const Request& request);
 
   const int rank_;

@@ -80,12 +80,17 @@ def _fetch_offer(store: Store, rank: int, world_size: int, timeout: timedelta) -
     return text
 
 
+def create_backend(store: Store, rank: int, world_size: int, timeout: timedelta) -> Any:
+    """Collective: the torch.distributed backend of a new group; see create_communicator."""
+    communicator = create_communicator(store, rank, world_size, timeout)
+    return c10d.C10dBackend(communicator._address())
+
+
 def _create_backend(options: Any, backend_options: Any) -> Any:
     """What torch calls for ``init_process_group("pycomm")`` and ``new_group``."""
-    communicator = create_communicator(
+    return create_backend(
         options.store, options.group_rank, options.group_size, options.timeout
     )
-    return c10d.C10dBackend(communicator._address())
 
 
 def get_communicator(group: dist.ProcessGroup | None = None) -> Communicator:

@@ -1,83 +1,127 @@
-// torch's c10d::Backend over a pycomm Communicator: the one place where tensors become pointers and
-// counts.
+// torch's c10d::Backend over a pycomm Communicator.
 #pragma once
 
+#include <atomic>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
 #include "../communicator.h"
+#include "call.h"
+#include "work.h"
 
 namespace pycomm {
 
 inline constexpr const char* kBackendName = "pycomm";
 
-// Result of an operation for torch. Complete at once if the operation ran synchronously.
-class C10dWork : public c10d::Work {
- public:
-  C10dWork(int rank, c10d::OpType op, std::vector<at::Tensor> outputs);
-
-  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
-  void synchronize() override { wait(); }
-  void abort() override;
-  std::vector<at::Tensor> result() override { return outputs_; }
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
-
-  // Called once: by the submitter, or by the worker when the operation is done.
-  void complete(std::exception_ptr exception);
-
- private:
-  void mark(c10::ivalue::Future& future) const;
-
-  std::vector<at::Tensor> outputs_;
-  c10::intrusive_ptr<c10::ivalue::Future> future_;  // made when asked for
-  bool settled_ = false;  // complete() has taken over: a future asked for later is marked at once
-  std::exception_ptr failure_;
-};
-
+// Functions without `override` exist only in some of the torch versions supported.
 class C10dBackend : public c10d::Backend {
  public:
-  C10dBackend(std::shared_ptr<Communicator> communicator);
+  using Tensors = std::vector<at::Tensor>;
+  using TensorLists = std::vector<Tensors>;
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+  using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
+  using Milliseconds = std::chrono::milliseconds;
+  // Makes the backend of a part of this group's ranks: (store, rank, world size, timeout).
+  using Split = std::function<BackendPtr(const c10::intrusive_ptr<c10d::Store>&, int, int,
+                                         Milliseconds)>;
 
-  const std::shared_ptr<Communicator>& communicator() const { return communicator_; }
+  C10dBackend(std::shared_ptr<Communicator> communicator, Split split);
+
+  const std::shared_ptr<Communicator>& communicator() const { return target_.communicator; }
 
   const std::string getBackendName() const override { return kBackendName; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
-  void setTimeout(std::chrono::milliseconds timeout) override;
-  uint64_t getSequenceNumberForGroup() override { return communicator_->sequence(); }
+  void setTimeout(Milliseconds timeout) override;
+  void addEphemeralTimeout(const Milliseconds& timeout);
+  // Collectives called so far; messages do not count, since they may concern two ranks only.
+  uint64_t getSequenceNumberForGroup() override { return sequence_; }
   void setSequenceNumberForGroup() override {}  // they start at 0 on every rank
   void abort() override;
   void shutdown() override;
+  c10d::ErrorType getError();
+  bool supportsSplitting() const override { return true; }
+  BackendPtr split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+                   const c10::intrusive_ptr<Options>& options);
 
-  using Tensors = std::vector<at::Tensor>;
-  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+  bool supportsCoalescing() const override { return true; }
+  void startCoalescing() override;
+  WorkPtr endCoalescing() override;
+  void registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook)
+      override;
+  void waitForPendingWorks() override;
+  void enableCollectivesTiming() override { target_.observers->set_timing(); }
+  void registerAbortHook(int64_t id, std::function<void()> hook);
+  void unregisterAbortHook(int64_t id);
+
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
   WorkPtr allreduce_coalesced(Tensors& tensors,
                               const c10d::AllreduceCoalescedOptions& options) override;
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override;
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
-  WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs,
+  WorkPtr allgather(TensorLists& outputs, Tensors& inputs,
                     const c10d::AllgatherOptions& options) override;
+  WorkPtr allgather_coalesced(TensorLists& outputs, Tensors& inputs,
+                              const c10d::AllgatherOptions& options) override;
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
                           const c10d::AllgatherOptions& options) override;
   WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                           const c10d::AllgatherOptions& options) override;
-  WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+  WorkPtr gather(TensorLists& outputs, Tensors& inputs,
+                 const c10d::GatherOptions& options) override;
+  WorkPtr gather_into_tensor(at::Tensor& output, at::Tensor& input,
+                             const c10d::GatherOptions& options);
+  WorkPtr scatter(Tensors& outputs, TensorLists& inputs,
+                  const c10d::ScatterOptions& options) override;
+  WorkPtr reduce_scatter(Tensors& outputs, TensorLists& inputs,
                          const c10d::ReduceScatterOptions& options) override;
   WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                const c10d::ReduceScatterOptions& options) override;
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                           const c10d::ReduceScatterOptions& options) override;
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs,
+                   const c10d::AllToAllOptions& options) override;
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+                        std::vector<int64_t>& input_splits,
+                        const c10d::AllToAllOptions& options) override;
+  WorkPtr send(Tensors& tensors, int destination, int tag) override;
+  WorkPtr recv(Tensors& tensors, int source, int tag) override;
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override;
   WorkPtr barrier(const c10d::BarrierOptions& options) override;
+  void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override;
 
  private:
-  std::shared_ptr<Communicator> communicator_;
+  // The next call of a collective.
+  Call next(Operation operation, c10d::OpType type) {
+    return Call(target_, operation, type, ++sequence_);
+  }
+  Call all_reduce_of(const at::Tensor& tensor, const c10d::AllreduceOptions& options);
+  Call all_gather_of(const Tensors& outputs, const at::Tensor& input,
+                     const c10d::AllgatherOptions& options);
+  Call all_gather_of(const at::Tensor& output, const at::Tensor& input,
+                     const c10d::AllgatherOptions& options);
+  Call reduce_scatter_of(const at::Tensor& output, const at::Tensor& input,
+                         const c10d::ReduceScatterOptions& options);
+  WorkPtr receive(Tensors& tensors, int source, int tag, c10d::OpType type);
+  // Remembers the work while calls are coalesced.
+  WorkPtr note(WorkPtr work);
+  // Submits calls that were all checked before, one after another.
+  WorkPtr in_sequence(std::vector<Call> calls, bool async, const Tensors& outputs);
+
+  Target target_;
+  const Split split_;
   c10::intrusive_ptr<Options> options_;
+  std::atomic<uint64_t> sequence_{0};
+  std::mutex coalescing_mutex_;
+  bool coalescing_ = false;
+  std::vector<WorkPtr> coalesced_;
 };
 
 // The average of a contiguous CPU tensor over all ranks, in place: the path of DDP's gradient
 // buckets.
-c10::intrusive_ptr<c10::ivalue::Future> average(Communicator& communicator,
+c10::intrusive_ptr<c10::ivalue::Future> average(const std::shared_ptr<Communicator>& communicator,
                                                 const at::Tensor& tensor, bool async);
 
 }  // namespace pycomm

@@ -1,4 +1,5 @@
 // pycomm._c10d: the adapter that alone includes torch's headers and is tied to one torch version.
+#include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
@@ -44,7 +45,7 @@ class AverageHook : public c10d::CommHookInterface {
       : target_(std::move(target)), async_(async) {}
 
   c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override {
-    return average(*target_->communicator, bucket.getBufferRef(), async_);
+    return average(target_->communicator, bucket.getBufferRef(), async_);
   }
   at::Tensor parseHookResult(const c10::IValue& result) override {
     return c10d::detail::parseCppCommHookResult(result);
@@ -71,6 +72,15 @@ std::shared_ptr<Communicator> communicator_from(const py::capsule& capsule) {
   return *capsule.get_pointer<std::shared_ptr<Communicator>>();
 }
 
+// The rendezvous of a part of a group's ranks is that of any group; pycomm.backend does it.
+c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                                        int world_size, std::chrono::milliseconds timeout) {
+  py::gil_scoped_acquire gil;
+  return py::module_::import("pycomm.backend")
+      .attr("create_backend")(store, rank, world_size, timeout)
+      .cast<c10::intrusive_ptr<C10dBackend>>();
+}
+
 }  // namespace
 }  // namespace pycomm
 
@@ -85,7 +95,7 @@ PYBIND11_MODULE(_c10d, m) {
 
   py::class_<C10dBackend, c10d::Backend, c10::intrusive_ptr<C10dBackend>>(m, "C10dBackend")
       .def(py::init([](const py::capsule& communicator) {
-             return c10::make_intrusive<C10dBackend>(communicator_from(communicator));
+             return c10::make_intrusive<C10dBackend>(communicator_from(communicator), split);
            }),
            py::arg("communicator"))
       .def("_communicator_address", [](const C10dBackend& self) {

@@ -173,9 +173,17 @@ void ShmCommunicator::record_abort(ErrorKind kind, const std::string& message) {
                                    __ATOMIC_SEQ_CST))
     return;
   record.kind = static_cast<int32_t>(kind);
+  record.rank = rank();
   std::strncpy(record.message, message.c_str(), sizeof record.message - 1);
   store_ordered(record.state.value, kSet);
   for (int peer = 0; peer < world_size(); ++peer) wake_all(segment_->area(peer));
+}
+
+Failure ShmCommunicator::failure() const {
+  const AbortRecord& record = segment_->head().abort;
+  if (load_acquire(record.state.value) != kSet) return Failure::kNone;
+  if (static_cast<ErrorKind>(record.kind) == ErrorKind::kTimeout) return Failure::kTimeout;
+  return record.rank == rank() ? Failure::kHere : Failure::kElsewhere;
 }
 
 void ShmCommunicator::abort(const std::string& reason) {
