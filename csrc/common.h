@@ -50,7 +50,11 @@ inline constexpr size_t kSeparationBytes = 128;
   X(kAvg, "avg")             \
   X(kMin, "min")             \
   X(kMax, "max")             \
-  X(kProduct, "product")
+  X(kProduct, "product")     \
+  X(kBand, "band")           \
+  X(kBor, "bor")             \
+  X(kBxor, "bxor")           \
+  X(kPremulSum, "premul_sum")
 
 #define PYCOMM_OPERATIONS(X)                \
   X(kBarrier, "barrier")                    \
@@ -126,19 +130,25 @@ inline RealView real_view(DType dtype) {
   return {dtype, 1};
 }
 
-// Which (dtype, op) pairs can be reduced: the one table behind the checks, the tests and the
-// documentation.
-inline bool can_reduce(DType dtype, ReduceOp op) {
+// Which (dtype, op) pairs can be reduced: the one table behind the checks, the kernels, the tests
+// and the documentation.
+constexpr bool can_reduce(DType dtype, ReduceOp op) {
+  const bool bitwise = op == ReduceOp::kBand || op == ReduceOp::kBor || op == ReduceOp::kBxor;
   switch (dtype) {
     case DType::kBool:
-    case DType::kFloat8E4M3:
-    case DType::kFloat8E5M2:
-      return false;
+      return op != ReduceOp::kAvg && op != ReduceOp::kPremulSum;
     case DType::kComplex64:
     case DType::kComplex128:
-      return op == ReduceOp::kSum || op == ReduceOp::kAvg;
-    default:
-      return true;
+      return op == ReduceOp::kSum || op == ReduceOp::kAvg || op == ReduceOp::kPremulSum;
+    case DType::kFloat8E4M3:
+    case DType::kFloat8E5M2:
+    case DType::kFloat16:
+    case DType::kBFloat16:
+    case DType::kFloat32:
+    case DType::kFloat64:
+      return !bitwise;
+    default:  // integers
+      return op != ReduceOp::kPremulSum;
   }
 }
 

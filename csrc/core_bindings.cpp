@@ -139,7 +139,8 @@ void bind_kernels(py::module_& m) {
         "For tests: use these CPU kernels. False if this machine cannot.");
   m.def(
       "reduce",
-      [](py::object output, const std::vector<py::object>& sources, const std::string& op) {
+      [](py::object output, const std::vector<py::object>& sources, const std::string& op,
+         const std::optional<std::vector<double>>& scales) {
         const Caller caller{0, Operation::kAllReduce};
         const TensorView view = view_of(output, caller);
         std::vector<const void*> pointers;
@@ -151,17 +152,22 @@ void bind_kernels(py::module_& m) {
         }
         PYCOMM_CHECK(!sources.empty() && sources.size() <= kMaxRanks, kInvalidArgument,
                      "reduce: 1 to ", kMaxRanks, " sources, not ", sources.size());
+        PYCOMM_CHECK(!scales || scales->size() == sources.size(), kInvalidArgument,
+                     "reduce: one scale for each source");
         ReduceCall call;
-        call.dtype = view.dtype;
+        call.dtype = real_view(view.dtype).dtype;
         call.op = parse_op(op, caller);
+        PYCOMM_CHECK(can_reduce(view.dtype, call.op), kInvalidArgument, "reduce: dtype ",
+                     name_of(view.dtype), " has no op ", op);
         call.divisor = static_cast<int>(sources.size());
-        call.count = view.count;
+        call.count = view.count * real_view(view.dtype).components;
+        call.scales = scales ? scales->data() : nullptr;
         call.sources = pointers.data();
         call.num_sources = static_cast<int>(sources.size());
         call.output = view.data;
         reduce(call);
       },
-      py::arg("output"), py::arg("sources"), py::arg("op"),
+      py::arg("output"), py::arg("sources"), py::arg("op"), py::arg("scales") = py::none(),
       "For tests: output = the kernels' reduction of the sources.");
 }
 

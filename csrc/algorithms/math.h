@@ -5,16 +5,24 @@
 #include <cstdint>
 
 #include "../common.h"
+#include "../kernels/dispatch.h"
 #include "../kernels/elementwise.h"
-#include "../kernels/functors.h"
 
 namespace pycomm {
 
 class Math {
  public:
   // `stream`: write slots past the caches. A complex type is computed as pairs of its real type.
-  Math(DType dtype, ReduceOp op, int world_size, bool stream)
-      : dtype_(real_view(dtype).dtype), op_(op), world_size_(world_size), stream_(stream) {}
+  // `scales`: every rank's, of kPremulSum, and `rank`, whose own contribution a step of a ring
+  // adds.
+  Math(DType dtype, ReduceOp op, int world_size, bool stream, const double* scales = nullptr,
+       int rank = 0)
+      : dtype_(real_view(dtype).dtype),
+        op_(op),
+        world_size_(world_size),
+        stream_(stream),
+        scales_(scales),
+        rank_(rank) {}
 
   int64_t element_bytes() const { return bytes_of(dtype_); }
   int64_t partial_bytes() const { return accumulator_bytes(dtype_, op_); }
@@ -34,6 +42,7 @@ class Math {
     ReduceCall call = base(count);
     call.sources = reinterpret_cast<const void* const*>(sources);
     call.num_sources = world_size_;
+    call.scales = scales_;
     call.slot = slot;
     call.stream_to_slot = slot && stream_;
     call.output = output;
@@ -63,8 +72,11 @@ class Math {
   void step(const char* partial, const char* contribution, char* slot, char* output,
             bool leave_partial, int64_t count) const {
     const void* sources[2] = {partial ? partial : contribution, contribution};
+    const double own = scales_ ? scales_[rank_] : 1;
+    const double scales[2] = {own, own};  // the first counts only if it is not a partial
     ReduceCall call = base(count);
     call.sources = sources;
+    call.scales = scales_ ? scales : nullptr;
     call.num_sources = partial ? 2 : 1;
     call.first_is_partial = partial != nullptr;
     call.leave_partial = leave_partial;
@@ -78,6 +90,8 @@ class Math {
   ReduceOp op_;
   int world_size_;
   bool stream_;
+  const double* scales_;
+  int rank_;
 };
 
 }  // namespace pycomm

@@ -3,6 +3,7 @@
 
 #include <cstring>
 
+#include "../error.h"
 #include "elementwise_host.h"
 
 namespace pycomm {
@@ -44,7 +45,13 @@ const Kernels* chosen = best();
 
 }  // namespace
 
-void reduce(const ReduceCall& call) { chosen->reduce(call); }
+void reduce(const ReduceCall& call) {
+  PYCOMM_CHECK(accumulator_bytes(call.dtype, call.op) > 0, kInvalidArgument, "reduce: dtype ",
+               name_of(call.dtype), " has no op ", name_of(call.op));
+  PYCOMM_CHECK(call.op != ReduceOp::kPremulSum || call.scales, kInvalidArgument,
+               "reduce: premul_sum needs a scale for each source");
+  chosen->reduce(call);
+}
 void copy(void* destination, const void* source, int64_t bytes, bool stream) {
   chosen->copy(destination, source, bytes, stream);
 }

@@ -10,7 +10,7 @@
 namespace pycomm {
 
 // result[i] = finish(sources[0][i] op sources[1][i] op ... ), in that order, accumulated without
-// rounding to the element type (functors.h: Accumulator) and rounded once. A destination may be one
+// rounding to the element type (dispatch.h: Accumulator) and rounded once. A destination may be one
 // of the sources.
 struct ReduceCall {
   DType dtype = DType::kFloat32;
@@ -21,6 +21,9 @@ struct ReduceCall {
   const void* const* sources = nullptr;
   int num_sources = 0;
   bool first_is_partial = false;  // sources[0] holds accumulators rather than elements
+  // One per source, of kPremulSum: the sum of scales[s] * sources[s], with scales and products in
+  // the accumulators' type. A partial first source is not scaled.
+  const double* scales = nullptr;
 
   void* slot = nullptr;         // destination 1, may be null
   bool stream_to_slot = false;  // write it past the caches; it must be 64-byte aligned then
@@ -28,6 +31,8 @@ struct ReduceCall {
   bool leave_partial =
       false;  // `slot` receives accumulators, nothing is divided or rounded; `output` must be null
 };
+// Throws kInvalidArgument for a pair that can_reduce excludes, a complex type (see real_view) and
+// missing scales.
 void reduce(const ReduceCall& call);
 
 // Copies without looking; `stream` writes past the caches where the destination's alignment allows

@@ -30,12 +30,15 @@ int blocks_for(int64_t count) {
 }  // namespace
 
 void launch_reduce(DType dtype, ReduceOp op, const void* const* sources, int num_sources,
-                   void* output, int64_t count, void* stream) {
+                   void* output, int64_t count, void* stream, const double* scales) {
   PYCOMM_CHECK(num_sources >= 1 && num_sources <= kMaxDeviceSources, kInvalidArgument,
                "reduce on CUDA takes 1 to ", kMaxDeviceSources, " sources, not ", num_sources);
+  PYCOMM_CHECK(op != ReduceOp::kPremulSum || scales, kInvalidArgument,
+               "reduce on CUDA: premul_sum needs a scale for each source");
   if (count == 0) return;
   DeviceReduceCall call{};
   std::copy(sources, sources + num_sources, call.sources);
+  if (scales) std::copy(scales, scales + num_sources, call.scales);
   call.output = output;
   call.count = count;
   call.num_sources = num_sources;

@@ -9,9 +9,9 @@
 namespace pycomm {
 
 // output[i] = the reduction of num_sources arrays, as elementwise.h defines it, on a stream (a
-// cudaStream_t).
+// cudaStream_t). `scales`: one per source, of kPremulSum.
 void launch_reduce(DType dtype, ReduceOp op, const void* const* sources, int num_sources,
-                   void* output, int64_t count, void* stream);
+                   void* output, int64_t count, void* stream, const double* scales = nullptr);
 
 // "CUDA 13.0": the toolkit that this was compiled with.
 std::string cuda_build_description();

@@ -10,8 +10,8 @@
 #include <immintrin.h>
 #endif
 
+#include "dispatch.h"
 #include "elementwise.h"
-#include "functors.h"
 
 namespace pycomm {
 

@@ -2,26 +2,45 @@
 // PYCOMM_ISA (a namespace) and PYCOMM_ISA_LEVEL (0 generic, 1 AVX2 + F16C, 2 AVX-512), switches the
 // compiler's target on and includes this file once.
 
+// A product is rounded before it is added to (kPremulSum): GCC would fuse the two for processors
+// that can, and only for those.
+#if defined(__clang__)
+#pragma clang fp contract(off)
+#else
+#pragma GCC push_options
+#pragma GCC optimize("fp-contract=off")
+#endif
+
 namespace pycomm {
 namespace PYCOMM_ISA {
 
+#include "functors.h"
 #include "pack.h"
 
 template <class T, ReduceOp kOp>
 struct Reducer {
   using Acc = typename Accumulator<T, kOp>::type;
-  using Functor = FunctorOf<kOp>;
+  using Functor = FunctorOf<T, kOp>;
   using P = Pack<T, Acc>;
   static constexpr int kLanes = P::kLanes;
 
   const ReduceCall& call;
 
+  // What source s contributes.
+  PYCOMM_ALWAYS_INLINE Vector<Acc> contribution(int s, int64_t at) const {
+    const Vector<Acc> value = P::load(static_cast<const T*>(call.sources[s]) + at);
+    if constexpr (kOp == ReduceOp::kPremulSum)
+      return scaled(value, static_cast<Acc>(call.scales[s]));
+    else
+      return value;
+  }
+
   PYCOMM_ALWAYS_INLINE Vector<Acc> first(int64_t at) const {
-    if constexpr (!std::is_same_v<T, Acc>) {
+    if constexpr (!std::is_same_v<T, Acc> || kOp == ReduceOp::kPremulSum) {
       if (call.first_is_partial)
         return load_unaligned<Vector<Acc>>(static_cast<const Acc*>(call.sources[0]) + at);
     }
-    return P::load(static_cast<const T*>(call.sources[0]) + at);
+    return contribution(0, at);
   }
 
   // kSources 0 means: as many as the call says.
@@ -29,8 +48,7 @@ struct Reducer {
   PYCOMM_ALWAYS_INLINE Vector<Acc> accumulate(int64_t at) const {
     Vector<Acc> value = first(at);
     const int sources = kSources ? kSources : call.num_sources;
-    for (int s = 1; s < sources; ++s)
-      value = Functor::apply(value, P::load(static_cast<const T*>(call.sources[s]) + at));
+    for (int s = 1; s < sources; ++s) value = Functor::apply(value, contribution(s, at));
     return value;
   }
 
@@ -62,8 +80,8 @@ struct Reducer {
   // The last, incomplete pack goes through zero-padded copies of its sources.
   void tail(int64_t at) const {
     const size_t count = static_cast<size_t>(call.count - at);
-    alignas(64) char padded[kMaxRanks][64] = {};
-    alignas(64) char slot[64], output[64];
+    alignas(kVectorBytes) char padded[kMaxRanks][kVectorBytes] = {};
+    alignas(kVectorBytes) char slot[kVectorBytes], output[kVectorBytes];
     const void* sources[kMaxRanks];
     for (int s = 0; s < call.num_sources; ++s) {
       const size_t bytes = s == 0 && call.first_is_partial ? sizeof(Acc) : sizeof(T);
@@ -102,21 +120,22 @@ void reduce(const ReduceCall& call) {
 
 void copy(void* destination, const void* source, int64_t bytes, bool stream) {
   using Block = Vector<uint64_t>;
+  constexpr int kBlocks = 128 / sizeof(Block), kBytes = sizeof(Block);
   char* to = static_cast<char*>(destination);
   const char* from = static_cast<const char*>(source);
   int64_t at = 0;
-  if (stream && reinterpret_cast<uintptr_t>(to) % sizeof(Block) == 0) {
+  if (stream && reinterpret_cast<uintptr_t>(to) % kBytes == 0) {
     for (; at + 128 <= bytes; at += 128) {
-      const Block a = load_unaligned<Block>(from + at), b = load_unaligned<Block>(from + at + 64);
-      stream_store(to + at, a);
-      stream_store(to + at + 64, b);
+      Block blocks[kBlocks];
+      for (int b = 0; b < kBlocks; ++b) blocks[b] = load_unaligned<Block>(from + at + b * kBytes);
+      for (int b = 0; b < kBlocks; ++b) stream_store(to + at + b * kBytes, blocks[b]);
     }
     stream_fence();
   } else {
     for (; at + 128 <= bytes; at += 128) {
-      const Block a = load_unaligned<Block>(from + at), b = load_unaligned<Block>(from + at + 64);
-      __builtin_memcpy(to + at, &a, 64);
-      __builtin_memcpy(to + at + 64, &b, 64);
+      Block blocks[kBlocks];
+      for (int b = 0; b < kBlocks; ++b) blocks[b] = load_unaligned<Block>(from + at + b * kBytes);
+      for (int b = 0; b < kBlocks; ++b) __builtin_memcpy(to + at + b * kBytes, &blocks[b], kBytes);
     }
   }
   if (at < bytes) __builtin_memcpy(to + at, from + at, static_cast<size_t>(bytes - at));
@@ -124,3 +143,7 @@ void copy(void* destination, const void* source, int64_t bytes, bool stream) {
 
 }  // namespace PYCOMM_ISA
 }  // namespace pycomm
+
+#if !defined(__clang__)
+#pragma GCC pop_options
+#endif

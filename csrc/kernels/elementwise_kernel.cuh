@@ -8,22 +8,27 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "functors.h"
+#include "dispatch.h"
 
 namespace pycomm {
+
+#include "functors.h"
 
 inline constexpr int kMaxDeviceSources = 16;
 inline constexpr int kPackBytes = 16;
 
 struct DeviceReduceCall {
   const void* sources[kMaxDeviceSources];
+  double scales[kMaxDeviceSources];  // of kPremulSum
   void* output;
   int64_t count;
   int num_sources;
   int divisor;
 };
 
-// 16-bit floats are plain bits in functors.h; these convert with the device's own instructions.
+// 16-bit floats are plain bits in dispatch.h; these convert with the device's own instructions.
+// 8-bit ones go through functors.h, since the device's instructions overflow in another way than
+// torch.
 template <class T>
 __device__ inline T to_accumulator(T value) {
   return value;
@@ -34,6 +39,13 @@ __device__ inline float to_accumulator(Half value) {
 __device__ inline float to_accumulator(BFloat16 value) {
   return __bfloat162float(__ushort_as_bfloat16(value.bits));
 }
+__device__ inline float to_accumulator(Float8E4M3 value) {
+  return widen_float8<Float8E4M3, float>(int32_t{value.bits});
+}
+__device__ inline float to_accumulator(Float8E5M2 value) {
+  return widen_float8<Float8E5M2, float>(int32_t{value.bits});
+}
+__device__ inline uint8_t to_accumulator(Bool value) { return value.bits != 0; }
 
 template <class T, class Acc>
 __device__ inline T from_accumulator(Acc value) {
@@ -41,6 +53,10 @@ __device__ inline T from_accumulator(Acc value) {
     return Half{__half_as_ushort(__float2half_rn(value))};
   else if constexpr (std::is_same_v<T, BFloat16>)
     return BFloat16{__bfloat16_as_ushort(__float2bfloat16_rn(value))};
+  else if constexpr (kIsFloat8<T>)
+    return T{static_cast<uint8_t>(narrow_float8<T, int32_t>(value))};
+  else if constexpr (std::is_same_v<T, Bool>)
+    return Bool{value};
   else
     return static_cast<T>(value);
 }
@@ -54,10 +70,16 @@ struct alignas(kPackBytes) DevicePack {
 template <class T, ReduceOp kOp>
 __device__ inline T reduce_lane(const DeviceReduceCall& call, const T* contributions, int stride) {
   using Acc = typename Accumulator<T, kOp>::type;
-  Acc value = static_cast<Acc>(to_accumulator(contributions[0]));
+  const auto contribution = [&](int s) {
+    const Acc value = static_cast<Acc>(to_accumulator(contributions[s * stride]));
+    if constexpr (kOp == ReduceOp::kPremulSum)
+      return scaled(value, static_cast<Acc>(call.scales[s]));
+    else
+      return value;
+  };
+  Acc value = contribution(0);
   for (int s = 1; s < call.num_sources; ++s)
-    value =
-        FunctorOf<kOp>::apply(value, static_cast<Acc>(to_accumulator(contributions[s * stride])));
+    value = FunctorOf<T, kOp>::apply(value, contribution(s));
   if constexpr (kOp == ReduceOp::kAvg) value = value / static_cast<Acc>(call.divisor);
   return from_accumulator<T>(value);
 }

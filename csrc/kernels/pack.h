@@ -1,13 +1,16 @@
-// A pack: 64 bytes of accumulators, loaded from and stored to elements of any type.
+// A pack: one vector register of accumulators, loaded from and stored to elements of any type.
 //
 // This header is compiled once per instruction set (see elementwise_isa.h), inside `namespace
 // PYCOMM_ISA` and under that set's target options, so it has no include guard and includes nothing.
-// Vectors are GCC's: one of 64 bytes becomes one AVX-512 register, two AVX2 registers or four of
-// SSE2, so only conversions and streaming stores differ by set.
+// Vectors are GCC's, exactly as wide as a register: wider ones are legal, but GCC 12 takes their
+// comparisons, selections and conversions apart lane by lane. So only conversions that GCC does
+// badly and streaming stores differ by set.
+
+inline constexpr int kVectorBytes = 16 << PYCOMM_ISA_LEVEL;
 
 template <class T>
 struct VectorOf {
-  typedef T type __attribute__((vector_size(64), aligned(64)));
+  typedef T type __attribute__((vector_size(kVectorBytes), aligned(kVectorBytes)));
 };
 template <class T>
 using Vector = typename VectorOf<T>::type;
@@ -18,8 +21,11 @@ struct NarrowVectorOf {
 };
 
 using Floats = Vector<float>;
+using Ints32 = Vector<int32_t>;
 using Bits32 = Vector<uint32_t>;
-using Bits16 = NarrowVectorOf<uint16_t, 16>::type;
+inline constexpr int kFloats = kVectorBytes / sizeof(float);
+using Bits16 = NarrowVectorOf<uint16_t, kFloats>::type;
+using Bits8 = NarrowVectorOf<uint8_t, kFloats>::type;
 
 template <class V>
 PYCOMM_ALWAYS_INLINE V load_unaligned(const void* from) {
@@ -39,33 +45,20 @@ PYCOMM_ALWAYS_INLINE Bits16 narrow_half(Floats value) {
 }
 #elif PYCOMM_ISA_LEVEL == 1
 PYCOMM_ALWAYS_INLINE Floats widen_half(const Half* from) {
-  Floats value;
-  for (int part = 0; part < 2; ++part) {
-    const __m256 eight =
-        _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from) + part));
-    __builtin_memcpy(reinterpret_cast<char*>(&value) + 32 * part, &eight, 32);
-  }
-  return value;
+  return (Floats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 }
 PYCOMM_ALWAYS_INLINE Bits16 narrow_half(Floats value) {
-  Bits16 bits;
-  for (int part = 0; part < 2; ++part) {
-    __m256 eight;
-    __builtin_memcpy(&eight, reinterpret_cast<const char*>(&value) + 32 * part, 32);
-    const __m128i half = _mm256_cvtps_ph(eight, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    __builtin_memcpy(reinterpret_cast<char*>(&bits) + 16 * part, &half, 16);
-  }
-  return bits;
+  return (Bits16)_mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 #else
 PYCOMM_ALWAYS_INLINE Floats widen_half(const Half* from) {
   Floats value;
-  for (int lane = 0; lane < 16; ++lane) value[lane] = half_to_float(from[lane].bits);
+  for (int lane = 0; lane < kFloats; ++lane) value[lane] = half_to_float(from[lane].bits);
   return value;
 }
 PYCOMM_ALWAYS_INLINE Bits16 narrow_half(Floats value) {
   Bits16 bits;
-  for (int lane = 0; lane < 16; ++lane) bits[lane] = float_to_half(value[lane]);
+  for (int lane = 0; lane < kFloats; ++lane) bits[lane] = float_to_half(value[lane]);
   return bits;
 }
 #endif
@@ -82,7 +75,36 @@ PYCOMM_ALWAYS_INLINE Bits16 narrow_bfloat16(Floats value) {
   return __builtin_convertvector((Bits32)(value == value ? rounded : quiet), Bits16);
 }
 
-// ---- streaming stores: past the caches, for data that another core will read next
+// ---- bytes <-> 32 bits; the arithmetic of 8-bit floats is in functors.h
+
+#if PYCOMM_ISA_LEVEL == 2
+PYCOMM_ALWAYS_INLINE Ints32 widen_bytes(const void* from) {
+  return (Ints32)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+}
+PYCOMM_ALWAYS_INLINE Bits8 narrow_bytes(Ints32 value) {
+  return (Bits8)_mm512_cvtepi32_epi8((__m512i)value);
+}
+#elif PYCOMM_ISA_LEVEL == 1
+PYCOMM_ALWAYS_INLINE Ints32 widen_bytes(const void* from) {
+  return (Ints32)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+}
+PYCOMM_ALWAYS_INLINE Bits8 narrow_bytes(Ints32 value) {  // of values that are bytes already
+  const __m128i low = _mm256_castsi256_si128((__m256i)value);
+  const __m128i high = _mm256_extracti128_si256((__m256i)value, 1);
+  const __m128i words = _mm_packus_epi32(low, high);
+  return bits_as<Bits8>(_mm_cvtsi128_si64(_mm_packus_epi16(words, words)));
+}
+#else
+PYCOMM_ALWAYS_INLINE Ints32 widen_bytes(const void* from) {
+  return __builtin_convertvector(load_unaligned<Bits8>(from), Ints32);
+}
+PYCOMM_ALWAYS_INLINE Bits8 narrow_bytes(Ints32 value) {
+  return __builtin_convertvector(value, Bits8);
+}
+#endif
+
+// ---- streaming stores: past the caches, for data that another core will read next; less than 16
+// bytes (8-bit floats without AVX-512, 16-bit ones without AVX2) take the ordinary way
 
 template <class V>
 PYCOMM_ALWAYS_INLINE void stream_store(void* to, const V& value) {
@@ -116,7 +138,7 @@ PYCOMM_ALWAYS_INLINE void stream_fence() {
 
 template <class T, class Acc>
 struct Pack {
-  static constexpr int kLanes = 64 / sizeof(Acc);
+  static constexpr int kLanes = kVectorBytes / sizeof(Acc);
   using Elements = typename NarrowVectorOf<T, kLanes>::type;
   PYCOMM_ALWAYS_INLINE static Vector<Acc> load(const T* from) {
     if constexpr (std::is_same_v<T, Acc>)
@@ -133,13 +155,36 @@ struct Pack {
 };
 template <>
 struct Pack<Half, float> {
-  static constexpr int kLanes = 16;
+  static constexpr int kLanes = kFloats;
   PYCOMM_ALWAYS_INLINE static Floats load(const Half* from) { return widen_half(from); }
   PYCOMM_ALWAYS_INLINE static Bits16 narrow(Floats value) { return narrow_half(value); }
 };
 template <>
 struct Pack<BFloat16, float> {
-  static constexpr int kLanes = 16;
+  static constexpr int kLanes = kFloats;
   PYCOMM_ALWAYS_INLINE static Floats load(const BFloat16* from) { return widen_bfloat16(from); }
   PYCOMM_ALWAYS_INLINE static Bits16 narrow(Floats value) { return narrow_bfloat16(value); }
+};
+template <class T>
+struct Float8Pack {
+  static constexpr int kLanes = kFloats;
+  PYCOMM_ALWAYS_INLINE static Floats load(const T* from) {
+    return widen_float8<T, Floats>(widen_bytes(from));
+  }
+  PYCOMM_ALWAYS_INLINE static Bits8 narrow(Floats value) {
+    return narrow_bytes(narrow_float8<T, Ints32>(value));
+  }
+};
+template <>
+struct Pack<Float8E4M3, float> : Float8Pack<Float8E4M3> {};
+template <>
+struct Pack<Float8E5M2, float> : Float8Pack<Float8E5M2> {};
+template <>
+struct Pack<Bool, uint8_t> {
+  static constexpr int kLanes = kVectorBytes;
+  using Bytes = Vector<uint8_t>;
+  PYCOMM_ALWAYS_INLINE static Bytes load(const Bool* from) {
+    return (Bytes)(load_unaligned<Bytes>(from) != 0) & 1;
+  }
+  PYCOMM_ALWAYS_INLINE static Bytes narrow(Bytes value) { return value; }
 };
