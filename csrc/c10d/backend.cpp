@@ -102,7 +102,8 @@ WorkPtr C10dBackend::note(WorkPtr work) {
 
 WorkPtr C10dBackend::in_sequence(std::vector<Call> calls, bool async, const Tensors& outputs) {
   std::vector<WorkPtr> works;
-  for (size_t i = 0; i < calls.size(); ++i) works.push_back(calls[i].submit(async, {outputs.at(i)}));
+  for (size_t i = 0; i < calls.size(); ++i)
+    works.push_back(calls[i].submit(async, {outputs.at(i)}));
   return note(join(rank_, std::move(works)));
 }
 
@@ -120,8 +121,8 @@ Call C10dBackend::all_reduce_of(const at::Tensor& tensor, const c10d::AllreduceO
 WorkPtr C10dBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
   return translated([&] {
     if (tensors.size() == 1 && tensors[0].is_sparse())
-      return note(sparse_all_reduce(
-          target_, next(Operation::kAllReduce, OpType::_ALLREDUCE_SPARSE), tensors[0], options));
+      return note(sparse_all_reduce(target_, next(Operation::kAllReduce, OpType::_ALLREDUCE_SPARSE),
+                                    tensors[0], options));
     const Call name(target_, Operation::kAllReduce, OpType::ALLREDUCE);
     return note(all_reduce_of(only(tensors, name), options).submit(options.asyncOp, tensors));
   });
@@ -336,8 +337,9 @@ WorkPtr C10dBackend::alltoall(Tensors& outputs, Tensors& inputs,
   return translated([&] {
     Call call = next(Operation::kAllToAll, OpType::ALLTOALL);
     PYCOMM_CHECK(static_cast<int>(inputs.size()) == size_ && inputs.size() == outputs.size(),
-                 kInvalidArgument, call.name(), ": expects an input and an output tensor for each of ",
-                 size_, " ranks, not ", inputs.size(), " and ", outputs.size());
+                 kInvalidArgument, call.name(),
+                 ": expects an input and an output tensor for each of ", size_, " ranks, not ",
+                 inputs.size(), " and ", outputs.size());
     call.set_dtype(inputs[0]);
     call.set_timeout(options.timeout);
     call.inputs(inputs);

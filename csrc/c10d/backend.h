@@ -25,8 +25,8 @@ class C10dBackend : public c10d::Backend {
   using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
   using Milliseconds = std::chrono::milliseconds;
   // Makes the backend of a part of this group's ranks: (store, rank, world size, timeout).
-  using Split = std::function<BackendPtr(const c10::intrusive_ptr<c10d::Store>&, int, int,
-                                         Milliseconds)>;
+  using Split =
+      std::function<BackendPtr(const c10::intrusive_ptr<c10d::Store>&, int, int, Milliseconds)>;
 
   C10dBackend(std::shared_ptr<Communicator> communicator, Split split);
 
@@ -49,8 +49,8 @@ class C10dBackend : public c10d::Backend {
   bool supportsCoalescing() const override { return true; }
   void startCoalescing() override;
   WorkPtr endCoalescing() override;
-  void registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook)
-      override;
+  void registerOnCompletionHook(
+      std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) override;
   void waitForPendingWorks() override;
   void enableCollectivesTiming() override { target_.observers->set_timing(); }
   void registerAbortHook(int64_t id, std::function<void()> hook);

@@ -83,9 +83,9 @@ ReduceOp to_op(const c10d::ReduceOp& op, const std::string& call) {
 
 // The factor of a PREMUL_SUM.
 double factor_of(const c10d::ReduceOp& op, const std::string& call) {
-  const auto* supplement =
-      dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
-  PYCOMM_CHECK(supplement, kInvalidArgument, call, ": PREMUL_SUM comes without its factor; make it "
+  const auto* supplement = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
+  PYCOMM_CHECK(supplement, kInvalidArgument, call,
+               ": PREMUL_SUM comes without its factor; make it "
                "with torch.distributed._make_nccl_premul_sum(factor)");
   return supplement->tensor_factor.defined() ? supplement->tensor_factor.item<double>()
                                              : supplement->double_factor;
@@ -299,8 +299,8 @@ at::Tensor Call::plain(const at::Tensor& tensor, int64_t count, bool written) {
 c10::intrusive_ptr<C10dWork> Call::make_work(std::vector<at::Tensor> outputs) {
   const C10dWork::Description description{target_.communicator->rank(), type_,
                                           title_of(request_.operation, type_), sequence_};
-  auto work = c10::make_intrusive<C10dWork>(description, kept_, std::move(outputs),
-                                            target_.observers);
+  auto work =
+      c10::make_intrusive<C10dWork>(description, kept_, std::move(outputs), target_.observers);
   if (target_.observers && target_.observers->any()) {
     Observers::Extensions claimed;
     const auto extra = target_.observers->claim_extensions(&claimed);

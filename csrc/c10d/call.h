@@ -41,7 +41,8 @@ class Call {
   // The same for lists with a tensor per rank, of any sizes.
   void inputs(const std::vector<at::Tensor>& tensors);
   void outputs(const std::vector<at::Tensor>& tensors);
-  // One tensor cut along its first dimension into `splits` rows for each rank; equal parts if empty.
+  // One tensor cut along its first dimension into `splits` rows for each rank; equal parts if
+  // empty.
   void split_input(const at::Tensor& tensor, const std::vector<int64_t>& splits);
   void split_output(const at::Tensor& tensor, const std::vector<int64_t>& splits);
 

@@ -1,4 +1,5 @@
-// all_reduce of sparse tensors: everybody's indices and values are gathered, and added in rank order.
+// all_reduce of sparse tensors: everybody's indices and values are gathered, and added in rank
+// order.
 #include <ATen/ATen.h>
 
 #include <utility>
@@ -33,7 +34,8 @@ std::vector<at::Tensor> gather(Communicator& communicator, DType dtype, const at
 void check_sizes(const std::vector<at::Tensor>& heads, int rank) {
   for (size_t peer = 0; peer < heads.size(); ++peer)
     PYCOMM_CHECK(heads[peer].slice(0, 1).equal(heads[rank].slice(0, 1)), kMismatch, "rank ", rank,
-                 ": all_reduce of sparse tensors: rank ", peer, "'s shape or number of sparse "
+                 ": all_reduce of sparse tensors: rank ", peer,
+                 "'s shape or number of sparse "
                  "dimensions differs from this rank's; every rank must pass the same shape");
 }
 

@@ -1,5 +1,7 @@
 #include "work.h"
 
+#include <ATen/record_function.h>
+
 #include <algorithm>
 #include <utility>
 

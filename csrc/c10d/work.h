@@ -90,7 +90,7 @@ class C10dWork : public c10d::Work {
   std::shared_ptr<Observers> observers_;
   Observers::Extensions extensions_;
   std::shared_ptr<Pending> driver_;
-  Clock::time_point started_, finished_;  // if somebody observes
+  Clock::time_point started_, finished_;            // if somebody observes
   c10::intrusive_ptr<c10::ivalue::Future> future_;  // made when asked for
   bool settled_ = false;  // complete() has taken over: a future asked for later is marked at once
   std::exception_ptr failure_;

@@ -17,6 +17,9 @@ namespace {
 const char* bytes_at(const void* pointer) { return static_cast<const char*>(pointer); }
 char* bytes_at(void* pointer) { return static_cast<char*>(pointer); }
 
+// How much longer than rank 0 the others wait in a monitored barrier, so that rank 0 reports first.
+constexpr std::chrono::seconds kMonitorGrace{2};
+
 // What an algorithm sees of one rank's part.
 struct InputPart {
   const char* data;
@@ -238,15 +241,41 @@ void ShmCommunicator::all_to_all(const Request& request) {
 
 // ---- the head of an operation
 
-// Rank 0 waits for everybody before it announces itself; the others wait for rank 0 only. So rank 0
-// alone decides who is late, and everybody learns it from rank 0.
+// Rank 0 waits for everybody before it announces itself; the others wait for rank 0 only, and
+// somewhat longer. So rank 0 alone decides who is late, and everybody learns it from rank 0. The
+// wording is Gloo's, since programs look for it.
 void ShmCommunicator::monitored_barrier() {
-  if (rank() != 0) {
+  int peer = 1;
+  try {
+    if (rank() != 0) {
+      limit_ += kMonitorGrace;
+      announce();
+      return meet_peer(0);
+    }
+    for (; peer < world_size(); ++peer) meet_peer(peer);
     announce();
-    return meet_peer(0);
+  } catch (const Error& error) {
+    if (rank() == 0 && error.kind() != ErrorKind::kTimeout) throw;
+    throw Error(error.kind(),
+                rank() == 0 ? late_ranks(peer)
+                            : concat("Rank ", rank(),
+                                     " successfully reached monitoredBarrier, but "
+                                     "received errors while waiting for send/recv from rank 0: ",
+                                     error.what()));
   }
-  for (int peer = 1; peer < world_size(); ++peer) meet_peer(peer);
-  announce();
+}
+
+std::string ShmCommunicator::late_ranks(int first) {
+  std::string late = concat(first);
+  int number = 1;
+  for (int peer = first + 1; request_->wait_all_ranks && peer < world_size(); ++peer) {
+    if (reached(load_acquire(announcement_of(peer).header.sequence), sequence_)) continue;
+    late += concat(", ", peer);
+    ++number;
+  }
+  return concat(number > 1 ? "Ranks " : "Rank ", late, " failed to pass monitoredBarrier in ",
+                limit_.count(), " ms; ", arrivals(),
+                ". Look at what those ranks do, or raise the timeout.");
 }
 
 // Announcement s lies where s - 2 lay. That is safe to overwrite: I finished s - 1 only after
@@ -357,8 +386,13 @@ void ShmCommunicator::throw_mismatch(int peer) {
              "and dtypes."));
 }
 
+// After the meeting, when all ranks' factors can be read.
 Math ShmCommunicator::math_for(const Request& request, bool stream) {
-  return Math(request.dtype, request.op, world_size(), stream);
+  if (request.op != ReduceOp::kPremulSum)
+    return Math(request.dtype, request.op, world_size(), stream);
+  for (int peer = 0; peer < world_size(); ++peer)
+    factors_[peer] = announcement_of(peer).header.factor;
+  return Math(request.dtype, request.op, world_size(), stream, factors_, rank());
 }
 
 Math ShmCommunicator::chunked_math(const Request& request) {

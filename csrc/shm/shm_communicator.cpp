@@ -78,6 +78,7 @@ void ShmCommunicator::execute(const Request& request) {
   check_entry();
   ++sequence_;
   request_ = &request;
+  limit_ = request.timeout.count() > 0 ? request.timeout : timeout();
   waiting_ = false;
   try {
     dispatch(request);
@@ -115,9 +116,8 @@ bool ShmCommunicator::check_wait(int peer, bool sleeping) const {
   if (!sleeping) return true;
   const auto now = Clock::now();
   if (!std::exchange(waiting_, true)) wait_began_ = now;
-  const auto limit = request_->timeout.count() > 0 ? request_->timeout : timeout();
-  PYCOMM_CHECK(now - wait_began_ < limit, kTimeout, where(), " exceeded its timeout of ",
-               limit.count(), " ms, waiting for rank ", peer, "; ", arrivals(),
+  PYCOMM_CHECK(now - wait_began_ < limit_, kTimeout, where(), " exceeded its timeout of ",
+               limit_.count(), " ms, waiting for rank ", peer, "; ", arrivals(),
                ". Look at what those ranks do, or raise the timeout.");
   if (!Worker::is_current_thread()) check_interrupt();
   return !liveness_.is_dead(peer);

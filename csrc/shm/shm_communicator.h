@@ -43,6 +43,7 @@ class ShmCommunicator : public Communicator, private Watch {
   void gather(const Request& request);
   void all_to_all(const Request& request);
   void monitored_barrier();
+  std::string late_ranks(int first);
 
   // The head of every operation: publish my header with up to kEagerBytes of data, then see every
   // peer's.
@@ -91,6 +92,8 @@ class ShmCommunicator : public Communicator, private Watch {
 
   // Of the operation in progress.
   const Request* request_ = nullptr;
+  std::chrono::milliseconds limit_{0};  // of its waits
+  double factors_[kMaxRanks];           // every rank's, of a premul_sum
   mutable std::chrono::steady_clock::time_point wait_began_;
   mutable bool waiting_ = false;
 };
