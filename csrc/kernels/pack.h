@@ -37,23 +37,23 @@ PYCOMM_ALWAYS_INLINE V load_unaligned(const void* from) {
 // ---- 16-bit floats
 
 #if PYCOMM_ISA_LEVEL == 2
-PYCOMM_ALWAYS_INLINE Floats widen_half(const Half* from) {
-  return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+PYCOMM_ALWAYS_INLINE Floats floats_of_halves(Bits16 halves) {
+  return (Floats)_mm512_cvtph_ps((__m256i)halves);
 }
 PYCOMM_ALWAYS_INLINE Bits16 narrow_half(Floats value) {
   return (Bits16)_mm512_cvtps_ph((__m512)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 #elif PYCOMM_ISA_LEVEL == 1
-PYCOMM_ALWAYS_INLINE Floats widen_half(const Half* from) {
-  return (Floats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+PYCOMM_ALWAYS_INLINE Floats floats_of_halves(Bits16 halves) {
+  return (Floats)_mm256_cvtph_ps((__m128i)halves);
 }
 PYCOMM_ALWAYS_INLINE Bits16 narrow_half(Floats value) {
   return (Bits16)_mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 #else
-PYCOMM_ALWAYS_INLINE Floats widen_half(const Half* from) {
+PYCOMM_ALWAYS_INLINE Floats floats_of_halves(Bits16 halves) {
   Floats value;
-  for (int lane = 0; lane < kFloats; ++lane) value[lane] = half_to_float(from[lane].bits);
+  for (int lane = 0; lane < kFloats; ++lane) value[lane] = half_to_float(halves[lane]);
   return value;
 }
 PYCOMM_ALWAYS_INLINE Bits16 narrow_half(Floats value) {
@@ -62,6 +62,9 @@ PYCOMM_ALWAYS_INLINE Bits16 narrow_half(Floats value) {
   return bits;
 }
 #endif
+PYCOMM_ALWAYS_INLINE Floats widen_half(const Half* from) {
+  return floats_of_halves(load_unaligned<Bits16>(from));
+}
 
 PYCOMM_ALWAYS_INLINE Floats widen_bfloat16(const BFloat16* from) {
   return (Floats)(__builtin_convertvector(load_unaligned<Bits16>(from), Bits32) << 16);
@@ -75,18 +78,20 @@ PYCOMM_ALWAYS_INLINE Bits16 narrow_bfloat16(Floats value) {
   return __builtin_convertvector((Bits32)(value == value ? rounded : quiet), Bits16);
 }
 
-// ---- bytes <-> 32 bits; the arithmetic of 8-bit floats is in functors.h
+// ---- 8-bit floats: narrowed by functors.h; widened by it too, or faster as halves in hardware
 
+#if PYCOMM_ISA_LEVEL > 0
+using Words = NarrowVectorOf<int16_t, kFloats>::type;
 #if PYCOMM_ISA_LEVEL == 2
-PYCOMM_ALWAYS_INLINE Ints32 widen_bytes(const void* from) {
-  return (Ints32)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+PYCOMM_ALWAYS_INLINE Words load_signed_bytes(const void* from) {
+  return (Words)_mm256_cvtepi8_epi16(load_unaligned<__m128i>(from));
 }
 PYCOMM_ALWAYS_INLINE Bits8 narrow_bytes(Ints32 value) {
   return (Bits8)_mm512_cvtepi32_epi8((__m512i)value);
 }
-#elif PYCOMM_ISA_LEVEL == 1
-PYCOMM_ALWAYS_INLINE Ints32 widen_bytes(const void* from) {
-  return (Ints32)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+#else
+PYCOMM_ALWAYS_INLINE Words load_signed_bytes(const void* from) {
+  return (Words)_mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
 }
 PYCOMM_ALWAYS_INLINE Bits8 narrow_bytes(Ints32 value) {  // of values that are bytes already
   const __m128i low = _mm256_castsi256_si128((__m256i)value);
@@ -94,12 +99,24 @@ PYCOMM_ALWAYS_INLINE Bits8 narrow_bytes(Ints32 value) {  // of values that are b
   const __m128i words = _mm_packus_epi32(low, high);
   return bits_as<Bits8>(_mm_cvtsi128_si64(_mm_packus_epi16(words, words)));
 }
-#else
-PYCOMM_ALWAYS_INLINE Ints32 widen_bytes(const void* from) {
-  return __builtin_convertvector(load_unaligned<Bits8>(from), Ints32);
+#endif
+PYCOMM_ALWAYS_INLINE Floats widen_float8(const Float8E5M2* from) {
+  return floats_of_halves((Bits16)(load_signed_bytes(from) << 8));  // a half's upper byte
 }
+PYCOMM_ALWAYS_INLINE Floats widen_float8(const Float8E4M3* from) {
+  // Sign and magnitude in the places of a half's, whose exponents are worth 2^8 less. A NaN alone
+  // is carried out of, into the exponent's highest bit, which together with its own ones is a NaN.
+  Words half = (load_signed_bytes(from) << 7) & int16_t(0xbf80);
+  half |= (half + int16_t(0x80)) & int16_t(0x4000);
+  return floats_of_halves((Bits16)half) * 256.0f;
+}
+#else
 PYCOMM_ALWAYS_INLINE Bits8 narrow_bytes(Ints32 value) {
   return __builtin_convertvector(value, Bits8);
+}
+template <class T>
+PYCOMM_ALWAYS_INLINE Floats widen_float8(const T* from) {
+  return widen_float8<T, Floats>(__builtin_convertvector(load_unaligned<Bits8>(from), Ints32));
 }
 #endif
 
@@ -168,9 +185,7 @@ struct Pack<BFloat16, float> {
 template <class T>
 struct Float8Pack {
   static constexpr int kLanes = kFloats;
-  PYCOMM_ALWAYS_INLINE static Floats load(const T* from) {
-    return widen_float8<T, Floats>(widen_bytes(from));
-  }
+  PYCOMM_ALWAYS_INLINE static Floats load(const T* from) { return widen_float8(from); }
   PYCOMM_ALWAYS_INLINE static Bits8 narrow(Floats value) {
     return narrow_bytes(narrow_float8<T, Ints32>(value));
   }
