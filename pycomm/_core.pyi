@@ -70,7 +70,14 @@ class Communicator:
 
 class ShmOffer:
     def __init__(
-        self, world_size: int, *, slot_bytes: int, slots: int, streaming: str, spin_polls: int
+        self,
+        world_size: int,
+        *,
+        slot_bytes: int,
+        slots: int,
+        streaming: str,
+        spin_polls: int,
+        heap_bytes: int,
     ) -> None: ...
     @property
     def address(self) -> str: ...

@@ -33,9 +33,17 @@ def test_values_are_read_with_their_types() -> None:
         "PYCOMM_SLOTS": "16",
         "PYCOMM_STREAMING": "never",
         "PYCOMM_SPIN_POLLS": "-1",
+        "PYCOMM_HEAP_BYTES": "4096",
         "PYCOMM_DDP_OVERLAP": "0",
     }
-    assert Config.from_environment(environment) == Config(8192, 16, "never", -1, "0")
+    assert Config.from_environment(environment) == Config(
+        slot_bytes=8192,
+        slots=16,
+        streaming="never",
+        spin_polls=-1,
+        heap_bytes=4096,
+        ddp_overlap="0",
+    )
 
 
 def test_build_and_test_variables_are_known() -> None:

@@ -22,6 +22,7 @@ struct ShmConfig {
       8;  // a power of two, since chunk numbers wrap; at least 4, the depth of the pipelines
   int32_t spin_polls = -1;  // polls before yielding; -1: by cores
   Streaming streaming = Streaming::kAuto;
+  int64_t heap_bytes = 0;  // address space per rank for shared tensors (heap.h)
 };
 
 // A word that one rank writes and others wait for. Atomic by the accessors of wait.h.
@@ -42,6 +43,7 @@ struct OperationHeader {
   int32_t root;
   uint32_t has_parts;  // whether `parts` below holds the counts, in place of `count`
   double factor;       // of this rank's contribution to a premul_sum
+  int64_t place;       // 1 + offset in this rank's heap of the tensor that peers may use, or 0
 };
 
 // What this rank sends to and expects from each rank, in elements.
@@ -101,6 +103,9 @@ class Segment {
   SegmentHead& head() { return *reinterpret_cast<SegmentHead*>(base_); }
   RankArea& area(int rank) { return *reinterpret_cast<RankArea*>(base_ + area_offset(rank)); }
   char* slots_of(int rank) { return base_ + slots_offset(rank); }
+  char* heap_of(int rank) {
+    return base_ + slots_offset(head().world_size) + rank * head().config.heap_bytes;
+  }
 
  private:
   Segment(char* base, int64_t bytes) : base_(base), bytes_(bytes) {}

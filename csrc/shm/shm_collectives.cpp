@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "../algorithms/choose.h"
+#include "../algorithms/direct.h"
 #include "../algorithms/exchange.h"
 #include "../algorithms/one_shot.h"
 #include "../algorithms/ring.h"
@@ -85,6 +86,13 @@ void ShmCommunicator::all_reduce(const Request& request) {
   }
   announce();
   meet();
+  if (request.algorithm == Algorithm::kAuto && all_are_shared()) {
+    const auto memory = [this](int peer) { return shared_tensor(peer); };
+    const Math math = math_for(request, false);
+    return slots_.advance(request.operation == Operation::kReduce
+                              ? direct_reduce(slots_, math, memory, count, request.root)
+                              : direct_all_reduce(slots_, math, memory, count));
+  }
   const Math math = chunked_math(request);
   switch (algorithm) {
     case Algorithm::kOneShot:
@@ -130,6 +138,10 @@ void ShmCommunicator::reduce_scatter(const Request& request) {
   }
   announce();
   meet();
+  if (all_are_shared())
+    return slots_.advance(direct_reduce_scatter(
+        slots_, math_for(request, false), [this](int peer) { return shared_tensor(peer); }, output,
+        request.count * real.components));
   slots_.advance(two_shot_reduce_scatter(slots_, chunked_math(request), input_of, output));
 }
 
@@ -148,6 +160,11 @@ void ShmCommunicator::broadcast(const Request& request) {
   announce();
   meet();
   const int64_t count = request.count * real_view(request.dtype).components;
+  if (is_shared(request.root))
+    return slots_.advance(direct_gather(
+        slots_, math_for(request, false), [this](int peer) { return shared_tensor(peer); },
+        [&](int peer) { return peer == request.root && !root ? data : nullptr; },
+        [count](int) { return count; }));
   slots_.advance(one_shot_gather(
       slots_, chunked_math(request), data,
       [&](int peer) { return peer == request.root ? count : 0; },
@@ -169,23 +186,30 @@ void ShmCommunicator::gather(const Request& request) {
   announce(input, eager ? request.bytes() : 0);
   meet();
 
-  bool any_in_chunks = false;
-  const auto count_of = [&](int peer) { return announcement_of(peer).header.count; };
-  for (int peer = 0; peer < world_size(); ++peer) {
-    const int64_t bytes = count_of(peer) * element;
-    if (bytes > kEagerBytes)
-      any_in_chunks = true;
-    else if (wanted)
-      copy(output_of(peer), announcement_of(peer).payload, bytes, false);
-  }
-  if (!any_in_chunks) return;
   const int components = real_view(request.dtype).components;
-  slots_.advance(one_shot_gather(
-      slots_, chunked_math(request), input,
-      [&](int peer) {
-        return count_of(peer) * element > kEagerBytes ? count_of(peer) * components : 0;
-      },
-      output_of));
+  const auto is_eager = [&](int peer) {
+    return announcement_of(peer).header.count * element <= kEagerBytes;
+  };
+  const auto count_of = [&](int peer) {  // that does not travel eagerly
+    return is_eager(peer) ? 0 : announcement_of(peer).header.count * components;
+  };
+  bool any = false, all_shared = true;
+  for (int peer = 0; peer < world_size(); ++peer) {
+    if (is_eager(peer)) {
+      if (wanted)
+        copy(output_of(peer), announcement_of(peer).payload,
+             announcement_of(peer).header.count * element, false);
+    } else {
+      any = true;
+      all_shared = all_shared && is_shared(peer);
+    }
+  }
+  if (!any) return;
+  slots_.advance(all_shared
+                     ? direct_gather(
+                           slots_, math_for(request, false),
+                           [this](int peer) { return shared_tensor(peer); }, output_of, count_of)
+                     : one_shot_gather(slots_, chunked_math(request), input, count_of, output_of));
 }
 
 // ---- other data for everybody
@@ -290,6 +314,7 @@ void ShmCommunicator::fill_header(const Request& request) {
   header.root = request.root;
   header.has_parts = request.needs_table();
   header.factor = request.factor;
+  header.place = place_of(request);
   if (header.has_parts) write_parts(request);
 }
 
@@ -297,6 +322,33 @@ void ShmCommunicator::announce(const void* payload, int64_t payload_bytes) {
   Announcement& mine = announcement_of(rank());
   if (payload_bytes > 0) std::memcpy(mine.payload, payload, static_cast<size_t>(payload_bytes));
   set_and_wake(mine.header.sequence, sequence_, segment_->area(rank()).entered.sleepers);
+}
+
+// The tensor that peers read, and of an all_reduce or a reduce's root also write, if it is large
+// enough for that to pay.
+int64_t ShmCommunicator::place_of(const Request& request) const {
+  const int64_t bytes = request.bytes();
+  if (bytes <= kEagerBytes || !request.inputs.empty()) return 0;
+  switch (request.operation) {
+    case Operation::kReduce:
+    case Operation::kAllReduce:
+      if (request.output && request.output != request.input) return 0;
+      return heap_->offset_of(request.input, bytes) + 1;
+    case Operation::kReduceScatter:
+      return heap_->offset_of(request.input, bytes * world_size()) + 1;
+    case Operation::kBroadcast:
+    case Operation::kGather:
+    case Operation::kAllGather:
+      return heap_->offset_of(request.input, bytes) + 1;
+    default:
+      return 0;
+  }
+}
+
+bool ShmCommunicator::all_are_shared() {
+  for (int peer = 0; peer < world_size(); ++peer)
+    if (!is_shared(peer)) return false;
+  return true;
 }
 
 void ShmCommunicator::write_parts(const Request& request) {

@@ -25,6 +25,7 @@ ShmCommunicator::ShmCommunicator(std::shared_ptr<Segment> segment, int rank,
                                  std::chrono::milliseconds timeout)
     : Communicator(rank, segment->head().world_size, timeout),
       segment_(std::move(segment)),
+      heap_(std::make_shared<Heap>(segment_, rank)),
       patience_(kCrowded),
       slots_(*segment_, rank, patience_, *this) {
   RankArea& mine = segment_->area(rank);
@@ -111,7 +112,7 @@ std::string ShmCommunicator::arrivals() const {
 
 // False: the peer is gone, but may have posted what is waited for before it went.
 bool ShmCommunicator::check_wait(int peer, bool sleeping) const {
-  throw_if_ended();
+  if (__builtin_expect(has_ended(), 0)) throw_ended(where());
   if (load_acquire(segment_->area(peer).departed.value) != 0) return false;
   if (!sleeping) return true;
   const auto now = Clock::now();
@@ -134,13 +135,17 @@ void ShmCommunicator::lost_peer(int peer) const {
                      arrivals(), ". See that rank's own output."));
 }
 
-// In the middle of an operation: what another rank reported, or the end of this communicator.
-void ShmCommunicator::throw_if_ended() const {
-  PYCOMM_CHECK(!closing_, kAborted, where(), " ended: its process group was destroyed");
+// In the middle of an operation: whether another rank has reported a failure, or this communicator
+// is coming to its end.
+bool ShmCommunicator::has_ended() const {
+  return closing_ || load_acquire(segment_->head().abort.state.value) == kSet;
+}
+
+void ShmCommunicator::throw_ended(const std::string& where) const {
+  PYCOMM_CHECK(!closing_, kAborted, where, " ended: its process group was destroyed");
   const AbortRecord& record = segment_->head().abort;
-  if (__builtin_expect(load_acquire(record.state.value) != kSet, 1)) return;
   throw Error(static_cast<ErrorKind>(record.kind),
-              concat(where(), " ended, since another rank reported: ", record.message));
+              concat(where, " ended, since another rank reported: ", record.message));
 }
 
 // At the start of one. The first call after a failure elsewhere reports its kind, later ones that

@@ -10,6 +10,7 @@
 #include "../algorithms/math.h"
 #include "../communicator.h"
 #include "../error.h"
+#include "heap.h"
 #include "liveness.h"
 #include "segment.h"
 #include "shm_slots.h"
@@ -29,12 +30,24 @@ class ShmCommunicator : public Communicator, private Watch {
   Failure failure() const override;
   double flag_latency_ns() override;
   std::shared_ptr<Pending> post(const Message& message, std::shared_ptr<void> keep_alive) override;
+  std::shared_ptr<void> allocate(int64_t bytes) override { return heap_->allocate(bytes); }
+  int64_t shared_offset(const void* data, int64_t bytes) const override {
+    return heap_->offset_of(data, bytes);
+  }
+  void* shared_address(int rank, int64_t offset) const override {
+    return heap_->address(rank, offset);
+  }
+  void raise_signal(void* signal) override;
+  void await_signal(void* signal, uint32_t target, int peer,
+                    std::chrono::milliseconds timeout) override;
   uint64_t sequence() const override { return sequence_.load(std::memory_order_relaxed); }
 
  protected:
   void execute(const Request& request) override;
 
  private:
+  class SignalGuard;
+
   // shm_collectives.cpp
   void dispatch(const Request& request);
   void all_reduce(const Request& request);
@@ -53,6 +66,13 @@ class ShmCommunicator : public Communicator, private Watch {
   void fill_header(const Request& request);
   void announce(const void* payload = nullptr, int64_t payload_bytes = 0);
   void write_parts(const Request& request);
+  int64_t place_of(const Request& request) const;
+  // Of a tensor that its rank's header places in shared memory.
+  bool is_shared(int rank) { return announcement_of(rank).header.place != 0; }
+  bool all_are_shared();
+  char* shared_tensor(int rank) {
+    return heap_->address(rank, announcement_of(rank).header.place - 1);
+  }
   void meet();
   void meet_peer(int peer);
   void check_parts();
@@ -71,7 +91,8 @@ class ShmCommunicator : public Communicator, private Watch {
   bool check_wait(int peer, bool sleeping) const override;
   [[noreturn]] void lost_peer(int peer) const override;
   void leave();
-  void throw_if_ended() const;
+  bool has_ended() const;
+  [[noreturn]] void throw_ended(const std::string& where) const;
   void check_entry();
   void record_abort(ErrorKind kind, const std::string& message);
   static void wake_all(RankArea& area);
@@ -79,6 +100,7 @@ class ShmCommunicator : public Communicator, private Watch {
   std::string arrivals() const;
 
   std::shared_ptr<Segment> segment_;
+  std::shared_ptr<Heap> heap_;
   Liveness liveness_;
   Patience patience_;
   bool crowded_ = false;  // more ranks than cores; the same on all ranks
