@@ -128,6 +128,7 @@ class PyPending {
  public:
   explicit PyPending(std::shared_ptr<Pending> pending) : pending_(std::move(pending)) {}
   bool is_done() const { return !pending_ || pending_->is_done(); }
+  int source() const { return pending_ ? pending_->source() : -1; }
   void wait() const {
     if (!pending_) return;
     while (!pending_->wait(kSleep)) check_interrupt();
@@ -265,15 +266,73 @@ std::unique_ptr<PyPending> barrier(Communicator& self, Timeout timeout, bool asy
   return submit(self, Request{}, timeout, async, py::none());
 }
 
+// ---- messages
+
+Message message_of(Communicator& self, Operation operation, const py::object& tensor, int peer,
+                   int tag, const Timeout& timeout) {
+  const TensorView view = view_of(tensor, Caller{self.rank(), operation});
+  Message message;
+  message.operation = operation;
+  message.dtype = view.dtype;
+  message.peer = peer;
+  message.tag = tag;
+  message.count = view.count;
+  message.data = view.data;
+  message.timeout = to_limit(timeout, self.rank());
+  return message;
+}
+
+// The synchronous form. Interrupted, it ends the communicator, as a collective does: otherwise the
+// message would go on using memory that its caller believes to be free.
+std::shared_ptr<Pending> post_and_wait(Communicator& self, const Message& message) {
+  py::gil_scoped_release release;
+  std::shared_ptr<Pending> pending = self.post(message, nullptr);
+  try {
+    PyPending(pending).wait();
+  } catch (const Error&) {
+    throw;
+  } catch (...) {
+    self.abort(describe(message) + " was interrupted");
+    while (!pending->wait(kSleep)) continue;
+    throw;
+  }
+  return pending;
+}
+
+std::unique_ptr<PyPending> post(Communicator& self, const Message& message, py::object tensor) {
+  std::shared_ptr<void> kept = keep(std::move(tensor));
+  py::gil_scoped_release release;
+  return std::make_unique<PyPending>(self.post(message, std::move(kept)));
+}
+
+std::unique_ptr<PyPending> send(Communicator& self, py::object tensor, int peer, int tag,
+                                Timeout timeout, bool async) {
+  const Message message = message_of(self, Operation::kSend, tensor, peer, tag, timeout);
+  if (async) return post(self, message, std::move(tensor));
+  post_and_wait(self, message);
+  return nullptr;
+}
+
+py::object recv(Communicator& self, py::object tensor, std::optional<int> peer, int tag,
+                Timeout timeout, bool async) {
+  const Message message =
+      message_of(self, Operation::kRecv, tensor, peer.value_or(kAnySource), tag, timeout);
+  if (async) return py::cast(post(self, message, std::move(tensor)));
+  return py::int_(post_and_wait(self, message)->source());
+}
+
 constexpr const char* kCapsule = "pycomm.Communicator";
 
 void bind_communicator(py::module_& m) {
   using py::arg;
   const py::none no_timeout;
-  py::class_<PyPending>(m, "Pending", "An operation that the communicator's worker runs.")
-      .def("wait", &PyPending::wait, py::call_guard<py::gil_scoped_release>(),
+  using Release = py::call_guard<py::gil_scoped_release>;
+  py::class_<PyPending>(m, "Pending", "An operation or a message that is under way.")
+      .def("wait", &PyPending::wait, Release(),
            "Blocks until it is done and raises what it raised.")
-      .def("is_done", &PyPending::is_done);
+      .def("is_done", &PyPending::is_done, Release())
+      .def("source", &PyPending::source,
+           "The rank that a received message came from; -1 for everything else, and before.");
 
   py::class_<Communicator, std::shared_ptr<Communicator>>(m, "Communicator", R"(
 Collectives on CPU tensors among the ranks of one host, over shared memory.
@@ -311,6 +370,14 @@ PeerDiedError or AbortedError on all ranks otherwise, after which the communicat
            "`output` of rank r becomes the reduction of the r-th part of all ranks' `input`.")
       .def("barrier", &barrier, py::kw_only(), arg("timeout") = no_timeout, arg("async_op") = false,
            "Returns when all ranks have entered it.")
+      .def("send", &send, arg("tensor"), arg("peer"), arg("tag") = 0, py::kw_only(),
+           arg("timeout") = no_timeout, arg("async_op") = false,
+           "Sends `tensor` to rank `peer`; done when it may be overwritten. Short messages, and "
+           "those to oneself, do not wait for their receive.")
+      .def("recv", &recv, arg("tensor"), arg("peer") = py::none(), arg("tag") = 0, py::kw_only(),
+           arg("timeout") = no_timeout, arg("async_op") = false,
+           "Receives into `tensor` from rank `peer` (None or -1: any) the next message with this "
+           "tag; returns the source's rank. Count and dtype must be the sender's.")
       .def("flag_latency_ns", &Communicator::flag_latency_ns,
            py::call_guard<py::gil_scoped_release>(),
            "Collective: one-way latency of a flag between rank 0 and the farthest rank, in ns.")
@@ -376,16 +443,17 @@ void bind_shm(py::module_& m) {
   set_interrupt_check(check_signals);
   py::class_<ShmOffer>(m, "ShmOffer", "Rank 0's side of the rendezvous of a host's ranks.")
       .def(py::init([](int world_size, int64_t slot_bytes, int slots, const std::string& streaming,
-                       int spin_polls) {
+                       int spin_polls, int64_t channel_bytes) {
              ShmConfig config;
              config.slot_bytes = slot_bytes;
              config.slots = slots;
              config.streaming = parse_streaming(streaming);
              config.spin_polls = spin_polls;
+             config.channel_bytes = channel_bytes;
              return std::make_unique<ShmOffer>(world_size, config);
            }),
            arg("world_size"), py::kw_only(), arg("slot_bytes"), arg("slots"), arg("streaming"),
-           arg("spin_polls"))
+           arg("spin_polls"), arg("channel_bytes"))
       .def_property_readonly("address", &ShmOffer::address, "What the other ranks need to join.")
       .def(
           "accept",

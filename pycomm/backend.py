@@ -59,6 +59,7 @@ def _offer(store: Store, world_size: int, timeout: timedelta) -> Communicator:
             slots=settings.slots,
             streaming=settings.streaming,
             spin_polls=settings.spin_polls,
+            channel_bytes=settings.channel_bytes,
         )
     except Error as error:
         store.set(OFFER_KEY, f"error {error}")

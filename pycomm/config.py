@@ -39,6 +39,10 @@ class Config:
     spin_polls: int = _setting(
         -1, "Polls of a waited-for flag before yielding the core; -1 chooses by ranks and cores."
     )
+    channel_bytes: int = _setting(
+        512 * 1024,
+        "Bytes of the ring that holds one rank's messages to another; a power of two, at least 4096.",
+    )
     ddp_overlap: str = _setting(
         "auto",
         "Whether DDP's buckets travel while backward goes on, on a thread of their own: "

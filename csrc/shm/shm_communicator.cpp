@@ -17,7 +17,6 @@ namespace pycomm {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-constexpr uint32_t kClean = 0, kWriting = 1, kSet = 2;
 
 // Where cores share no cache, temporal slot writes are several times slower than streaming ones;
 // else they are faster. Flags tell the two apart: 30-60 ns (near) and 185-235 ns (far) on a Zen 4,
@@ -67,17 +66,25 @@ ShmCommunicator::ShmCommunicator(std::shared_ptr<Segment> segment, int rank,
   const int polls = segment_->head().config.spin_polls;
   if (polls >= 0) patience_.spin_polls = polls;
   slots_.set_patience(patience_);
+  messenger_ = std::make_shared<Messenger>(segment_, rank, patience_, liveness_,
+                                           [this](ErrorKind kind, const std::string& message) {
+                                             failed_ = true;
+                                             record_abort(kind, message);
+                                           });
 }
 
 ShmCommunicator::~ShmCommunicator() {
   closing_ = true;
   stop_worker();
+  if (messenger_) messenger_->close();
   leave();
 }
 
 void ShmCommunicator::shutdown() {
   stop_worker();
+  messenger_->finish_sends();
   closing_ = true;
+  messenger_->close();
   leave();
 }
 
@@ -86,11 +93,16 @@ void ShmCommunicator::leave() {
   RankArea& mine = segment_->area(rank());
   store_ordered(mine.departed.value, 1);
   wake_all(mine);
+  for (int peer = 0; peer < world_size(); ++peer)
+    futex_wake_all(segment_->area(peer).doorbell.value);
 }
 
-std::shared_ptr<Pending> ShmCommunicator::post(const Message& message, std::shared_ptr<void>) {
+std::shared_ptr<Pending> ShmCommunicator::post(const Message& message,
+                                               std::shared_ptr<void> keep_alive) {
   check(message);
-  return nullptr;
+  check_entry();
+  const auto limit = message.timeout.count() > 0 ? message.timeout : timeout();
+  return messenger_->post(message, limit, std::move(keep_alive));
 }
 
 // ---- one operation
@@ -415,7 +427,7 @@ void ShmCommunicator::check_entry() {
   // Failed here while another rank still writes its report: that must not be read yet.
   const char* report = recorded ? record.message : "several ranks failed at once";
   const ErrorKind kind =
-      std::exchange(failed_, true) ? ErrorKind::kAborted : static_cast<ErrorKind>(record.kind);
+      failed_.exchange(true) ? ErrorKind::kAborted : static_cast<ErrorKind>(record.kind);
   throw Error(kind, concat("rank ", rank(), ": this communicator ended before: ", report,
                            " -- destroy the process group and initialise it again to go on."));
 }
@@ -425,6 +437,7 @@ void ShmCommunicator::wake_all(RankArea& area) {
   for (Announcement& announcement : area.announcements)
     futex_wake_all(announcement.header.sequence);
   futex_wake_all(area.latency_probe.value);
+  futex_wake_all(area.doorbell.value);
 }
 
 // The first failure of any rank is the one that the others report.

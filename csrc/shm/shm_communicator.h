@@ -11,6 +11,7 @@
 #include "../communicator.h"
 #include "../error.h"
 #include "liveness.h"
+#include "messenger.h"
 #include "segment.h"
 #include "shm_slots.h"
 #include "wait.h"
@@ -74,9 +75,10 @@ class ShmCommunicator : public Communicator, private Watch {
   std::atomic<uint32_t> sequence_{0};  // of the operation in progress, or the last one; wraps
   uint64_t chunked_operations_ = 0;
   bool stream_ = false;
-  uint32_t probe_base_ = 0;  // rank 0's latency flag before the next measurement
-  bool failed_ = false;      // a failure has been reported here: later calls say so
+  uint32_t probe_base_ = 0;          // rank 0's latency flag before the next measurement
+  std::atomic<bool> failed_{false};  // a failure has been reported here: later calls say so
   std::atomic<bool> closing_{false};
+  std::shared_ptr<Messenger> messenger_;  // its helper and its transfers hold it, too
 
   // Of the operation in progress.
   const Request* request_ = nullptr;
