@@ -679,7 +679,7 @@ def test_idle_costs_nothing() -> None:
 
 
 EXIT = """
-import sys, torch, torch.distributed as dist, pycomm
+import contextlib, sys, torch, torch.distributed as dist, pycomm
 from datetime import timedelta
 rank, folder = int(sys.argv[1]), sys.argv[2]
 store = dist.FileStore(folder + "/store", 2)
@@ -689,7 +689,8 @@ pending += [c.send(torch.zeros(1 << 20), 1 - rank, 2, async_op=True) for _ in ra
 if sys.argv[3] == "cycle":
     c.__class__.me = c
     pending[0].__class__.all = pending
-c.send(torch.zeros(10), 1 - rank, 1)
+with contextlib.suppress(pycomm.Error):  # the other rank may be gone
+    c.send(torch.zeros(10), 1 - rank, 1)
 """
 
 

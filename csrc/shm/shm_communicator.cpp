@@ -73,7 +73,9 @@ ShmCommunicator::ShmCommunicator(std::shared_ptr<Segment> segment, int rank,
                                            });
 }
 
-ShmCommunicator::~ShmCommunicator() {
+ShmCommunicator::~ShmCommunicator() { end(); }
+
+void ShmCommunicator::end() {
   closing_ = true;
   stop_worker();
   if (messenger_) messenger_->close();

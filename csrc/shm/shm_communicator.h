@@ -27,6 +27,8 @@ class ShmCommunicator : public Communicator, private Watch {
   const char* transport() const override { return "shm"; }
   void abort(const std::string& reason) override;
   void shutdown() override;
+  // Leaves without finishing anything, as destruction does. Its threads have ended afterwards.
+  void end();
   double flag_latency_ns() override;
   std::shared_ptr<Pending> post(const Message& message, std::shared_ptr<void> keep_alive) override;
   uint64_t sequence() const override { return sequence_.load(std::memory_order_relaxed); }
