@@ -112,7 +112,8 @@ class Communicator {
   // Starts to send or receive a message; several may be under way, also beside collectives.
   // Messages of one sender and tag arrive in the order in which they were sent; receives take them
   // in the order in which they were posted. The memory must stay valid until the message is done:
-  // `keep_alive` is dropped then. Throws InvalidArgument before anything is sent.
+  // `keep_alive` is dropped then. A send that is complete at once gives null; what is returned may
+  // be done already. Throws InvalidArgument before anything is sent.
   virtual std::shared_ptr<Pending> post(const Message& message,
                                         std::shared_ptr<void> keep_alive) = 0;
 

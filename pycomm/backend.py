@@ -62,6 +62,7 @@ def _offer(store: Store, world_size: int, timeout: timedelta) -> Communicator:
             streaming=settings.streaming,
             spin_polls=settings.spin_polls,
             heap_bytes=min(settings.heap_bytes, MOST_HEAP_BYTES // world_size // 4096 * 4096),
+            channel_bytes=settings.channel_bytes,
         )
     except Error as error:
         store.set(OFFER_KEY, f"error {error}")

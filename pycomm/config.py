@@ -44,6 +44,10 @@ class Config:
         "Address space per rank for shared tensors (pycomm.empty); memory is used only by tensors. "
         "Divided down so that all ranks' heaps take at most 256 GiB; a multiple of 4096.",
     )
+    channel_bytes: int = _setting(
+        512 * 1024,
+        "Bytes of the ring that holds one rank's messages to another; a power of two, at least 4096.",
+    )
     ddp_overlap: str = _setting(
         "auto",
         "Whether DDP's buckets travel while backward goes on, on a thread of their own: "

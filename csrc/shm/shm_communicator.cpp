@@ -13,7 +13,6 @@ namespace pycomm {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-constexpr uint32_t kClean = 0, kWriting = 1, kSet = 2;
 
 // Spinning pays while every rank has a core; otherwise the peer needs ours.
 constexpr Patience kAmple{4000, 200};
@@ -47,17 +46,27 @@ ShmCommunicator::ShmCommunicator(std::shared_ptr<Segment> segment, int rank,
   const int polls = segment_->head().config.spin_polls;
   if (polls >= 0) patience_.spin_polls = polls;
   slots_.set_patience(patience_);
+  messenger_ = std::make_shared<Messenger>(segment_, rank, patience_, liveness_,
+                                           [this](ErrorKind kind, const std::string& message) {
+                                             failed_ = true;
+                                             record_abort(kind, message);
+                                           });
 }
 
-ShmCommunicator::~ShmCommunicator() {
+ShmCommunicator::~ShmCommunicator() { end(); }
+
+void ShmCommunicator::end() {
   closing_ = true;
   stop_worker();
+  if (messenger_) messenger_->close();
   leave();
 }
 
 void ShmCommunicator::shutdown() {
   stop_worker();
+  messenger_->finish_sends();
   closing_ = true;
+  messenger_->close();
   leave();
 }
 
@@ -66,11 +75,16 @@ void ShmCommunicator::leave() {
   RankArea& mine = segment_->area(rank());
   store_ordered(mine.departed.value, 1);
   wake_all(mine);
+  for (int peer = 0; peer < world_size(); ++peer)
+    futex_wake_all(segment_->area(peer).doorbell.value);
 }
 
-std::shared_ptr<Pending> ShmCommunicator::post(const Message& message, std::shared_ptr<void>) {
+std::shared_ptr<Pending> ShmCommunicator::post(const Message& message,
+                                               std::shared_ptr<void> keep_alive) {
   check(message);
-  return nullptr;
+  check_entry();
+  const auto limit = message.timeout.count() > 0 ? message.timeout : timeout();
+  return messenger_->post(message, limit, std::move(keep_alive));
 }
 
 // ---- one operation
@@ -158,7 +172,7 @@ void ShmCommunicator::check_entry() {
   // Failed here while another rank still writes its report: that must not be read yet.
   const char* report = recorded ? record.message : "several ranks failed at once";
   const ErrorKind kind =
-      std::exchange(failed_, true) ? ErrorKind::kAborted : static_cast<ErrorKind>(record.kind);
+      failed_.exchange(true) ? ErrorKind::kAborted : static_cast<ErrorKind>(record.kind);
   throw Error(kind, concat("rank ", rank(), ": this communicator ended before: ", report,
                            " -- destroy the process group and initialise it again to go on."));
 }
@@ -168,6 +182,7 @@ void ShmCommunicator::wake_all(RankArea& area) {
   for (Announcement& announcement : area.announcements)
     futex_wake_all(announcement.header.sequence);
   futex_wake_all(area.latency_probe.value);
+  futex_wake_all(area.doorbell.value);
 }
 
 // The first failure of any rank is the one that the others report.

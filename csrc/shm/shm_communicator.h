@@ -12,6 +12,7 @@
 #include "../error.h"
 #include "heap.h"
 #include "liveness.h"
+#include "messenger.h"
 #include "segment.h"
 #include "shm_slots.h"
 #include "wait.h"
@@ -28,6 +29,8 @@ class ShmCommunicator : public Communicator, private Watch {
   void abort(const std::string& reason) override;
   void shutdown() override;
   Failure failure() const override;
+  // Leaves without finishing anything, as destruction does. Its threads have ended afterwards.
+  void end();
   double flag_latency_ns() override;
   std::shared_ptr<Pending> post(const Message& message, std::shared_ptr<void> keep_alive) override;
   std::shared_ptr<void> allocate(int64_t bytes) override { return heap_->allocate(bytes); }
@@ -108,9 +111,10 @@ class ShmCommunicator : public Communicator, private Watch {
   std::atomic<uint32_t> sequence_{0};  // of the operation in progress, or the last one; wraps
   uint64_t chunked_operations_ = 0;
   bool stream_ = false;
-  uint32_t probe_base_ = 0;  // rank 0's latency flag before the next measurement
-  bool failed_ = false;      // a failure has been reported here: later calls say so
+  uint32_t probe_base_ = 0;          // rank 0's latency flag before the next measurement
+  std::atomic<bool> failed_{false};  // a failure has been reported here: later calls say so
   std::atomic<bool> closing_{false};
+  std::shared_ptr<Messenger> messenger_;  // its helper and its transfers hold it, too
 
   // Of the operation in progress.
   const Request* request_ = nullptr;
