@@ -8,10 +8,11 @@ the bandwidth against which every operation's least traffic is held.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from cases import Case, allocate
+from cases import Array, Case, allocate
 from native import compile_shared
 from rank_loop import Call
 
@@ -24,6 +25,17 @@ def build() -> Path:
     return compile_shared(SOURCE, ("-O3", "-march=native"))
 
 
+class Pass:
+    """A call of the kernel that keeps its memory."""
+
+    def __init__(self, function: Callable[..., object], memory: Array, shards: int) -> None:
+        self.memory = memory
+        self.run = partial(function, memory.ctypes.data, memory.nbytes, shards)
+
+    def __call__(self) -> None:
+        self.run()
+
+
 def make_call(case: Case) -> Call:
     """One pass over as much private memory as the case's buffer has."""
     memory = allocate(-(-case.size_bytes // 4), "float32")
@@ -31,5 +43,4 @@ def make_call(case: Case) -> Call:
     function = ctypes.CDLL(str(build())).two_shot_traffic
     function.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int)
     function.restype = None
-    run = partial(function, memory.ctypes.data, memory.nbytes, case.world_size)
-    return lambda _memory=memory: run()  # keeps the memory
+    return Pass(function, memory, case.world_size)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +26,7 @@ OPS = (
     "barrier",
 )
 REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
-STORAGE = {  # numpy has no bfloat16: its bits are kept
+STORAGE: dict[str, np.dtype[Any]] = {  # numpy has no bfloat16: its bits are kept
     "float32": np.dtype(np.float32),
     "float64": np.dtype(np.float64),
     "float16": np.dtype(np.float16),
@@ -104,7 +105,9 @@ def memory_bytes(op: str, size_bytes: int, world_size: int) -> int:
             copies = 2 * world_size
         case "broadcast":  # one reads S, the others write it
             copies = world_size
-        case "all_gather" | "reduce_scatter" | "reduce":  # S on the one side, S per rank on the other
+        case (
+            "all_gather" | "reduce_scatter" | "reduce"
+        ):  # S on the one side, S per rank on the other
             copies = world_size + 1
         case "gather" | "scatter" | "send_recv":  # S read, S written
             copies = 2

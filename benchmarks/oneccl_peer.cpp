@@ -97,24 +97,6 @@ int peer_all_to_all(void* source, void* target, uint64_t count, int dtype) {
   return guarded([&] { ccl::alltoall(source, target, count, dtype_of(dtype), *comm).wait(); });
 }
 
-// There and back between ranks 0 and 1.
-int peer_send_recv(void* source, void* target, uint64_t count, int dtype) {
-  return guarded([&] {
-    if (comm->rank() > 1) return;
-    const auto send = [&](int to) { ccl::send(source, count, dtype_of(dtype), to, *comm).wait(); };
-    const auto receive = [&](int from) {
-      ccl::recv(target, count, dtype_of(dtype), from, *comm).wait();
-    };
-    if (comm->rank() == 0) {
-      send(1);
-      receive(1);
-    } else {
-      receive(0);
-      send(0);
-    }
-  });
-}
-
 int peer_barrier(void*, void*, uint64_t, int) {
   return guarded([&] { ccl::barrier(*comm).wait(); });
 }

@@ -14,7 +14,7 @@ from rank_loop import Call, Unsupported, serve
 
 DTYPES = {"int32": 4, "int64": 6, "float16": 8, "float32": 9, "float64": 10, "bfloat16": 11}
 BY_PART = ("all_gather", "reduce_scatter", "all_to_all")  # counted by one rank's part
-OPS = ("all_reduce", "broadcast", "reduce", "send_recv", "barrier", *BY_PART)
+OPS = ("all_reduce", "broadcast", "reduce", "barrier", *BY_PART)
 
 
 def check(status: int) -> None:

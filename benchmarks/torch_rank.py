@@ -10,12 +10,13 @@ from functools import partial
 from typing import Any
 
 import bound
-import pycomm
 import torch
 import torch.distributed as dist
 from cases import ROOT, Array, Buffers, Case
 from names import BOUND, COMMUNICATOR, FLOOR, GLOO, PYCOMM
 from rank_loop import Call, Unsupported, serve
+
+import pycomm
 
 FLAG_PROBES = 5
 FLOOR_BYTES = 64  # the dispatch floor is measured up to this size
