@@ -1,5 +1,5 @@
-// oneCCL's calls for CPU memory behind plain C functions, which oneccl_peer.py calls through ctypes.
-// One communicator per process; functions return 0, or 1 after writing why to stderr.
+// oneCCL's calls for CPU memory behind plain C functions, which oneccl_peer.py calls through
+// ctypes. One communicator per process; functions return 0, or 1 after writing why to stderr.
 
 #include <cstdint>
 #include <cstdio>
@@ -7,7 +7,6 @@
 #include <exception>
 #include <memory>
 #include <oneapi/ccl.hpp>
-#include <vector>
 
 namespace {
 
@@ -57,10 +56,11 @@ int peer_open(int size, int rank, const char* address) {
   });
 }
 
-int peer_version(char* text, int bytes) {
-  return guarded([&] {
-    const auto version = ccl::get_library_version();
-    std::snprintf(text, bytes, "%u.%u.%u", version.major, version.minor, version.update);
+// Before the process ends: oneCCL's own static objects are gone when ours would be destroyed.
+int peer_close() {
+  return guarded([] {
+    comm.reset();
+    store.reset();
   });
 }
 
@@ -83,8 +83,7 @@ int peer_broadcast(void*, void* target, uint64_t count, int dtype) {
 // The counts of these three are of one rank's part.
 
 int peer_all_gather(void* source, void* target, uint64_t count, int dtype) {
-  return guarded(
-      [&] { ccl::allgather(source, target, count, dtype_of(dtype), *comm).wait(); });
+  return guarded([&] { ccl::allgather(source, target, count, dtype_of(dtype), *comm).wait(); });
 }
 
 int peer_reduce_scatter(void* source, void* target, uint64_t count, int dtype) {

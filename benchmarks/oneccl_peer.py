@@ -74,6 +74,7 @@ def main() -> None:
     library = ctypes.CDLL(compiled)
     check(library.peer_open(world_size, rank, exchange(library, rank, Path(file))))
     serve(OneCclEngine(name, library, rank), path)
+    check(library.peer_close())
 
 
 if __name__ == "__main__":
