@@ -15,7 +15,7 @@ from plot import plot
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-from rows import NEAR_NS, Ratio, Row, Run
+from rows import BUSY_NS, NEAR_NS, Ratio, Row, Run
 from words import (
     TIMES,
     format_bytes,
@@ -113,7 +113,8 @@ def caption(run: Run) -> list[str]:
         f"{TIMES}: how many times faster than the other, the median [quartiles] of the ratios within "
         "each repeat; than the best other: than the fastest engine but pycomm of each repeat. GB = 1e9 "
         "bytes. Of bound: the time that the least memory traffic takes, of the time. Flags: one-way "
-        f"flag latency between the ranks' cores around the repeats, near below {NEAR_NS:.0f} ns. "
+        f"flag latency between the ranks' cores around the repeats, near below {NEAR_NS:.0f} ns, "
+        f"busy above {BUSY_NS / 1e3:.0f} µs (a rank had to wait for a core). "
         f"Other processes had {machine['cpu_share_of_others']:.0%} of the CPU time meanwhile.",
         *([f"Of the times through torch.distributed, {floor}{', '.join(floors)}."] * bool(floors)),
         *[f"{name} {version}." for name, version in machine["peers"].items()],

@@ -22,6 +22,7 @@ from cases import Case, bus_factor, calls_per_round, memory_bytes
 from names import BOUND, GLOO, VARIANTS, engine_of
 
 NEAR_NS = 175.0  # one-way flag latency below which the ranks' cores count as "near" (a shared L3)
+BUSY_NS = 2000.0  # above, it is not the distance that was measured but waiting for a core
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,8 @@ class Samples:
 
 
 def placement(flag_latency_ns: float) -> str:
+    if flag_latency_ns > BUSY_NS:
+        return "busy"
     return "near" if flag_latency_ns < NEAR_NS else "far"
 
 
