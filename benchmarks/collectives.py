@@ -12,16 +12,20 @@ Variants of each call, all on private ordinary memory (all_reduce, broadcast and
   memory bound           an in-place all_reduce's memory traffic, without communication (from 16 MB)
 
 Every repeat takes one sample of each variant, in a shuffled order; the processes of all others are
-blocked meanwhile. A sample is as many calls as fill the minimum time, after a barrier and one untimed
-call; its time is the slowest rank's. Ratios are taken within a repeat. send_recv is a ping-pong of
-ranks 0 and 1, and its time that of one way. Results are checked for exact equality before anything is
-timed; a wrong one ends the run with status 1.
+blocked meanwhile. A sample is as many calls as fill the minimum time, after a barrier and one
+untimed call; its time is the slowest rank's. Ratios are taken within a repeat. send_recv is a
+ping-pong of ranks 0 and 1, and its time that of one way. Results are checked for exact equality
+before anything is timed; a wrong one ends the run with status 1.
+
+No library binds its ranks to cores. On a busy machine two ranks may then share one for a while
+(flags of 50 us tell); --bind keeps each engine's ranks on cores of their own.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 import random
 import sys
 from collections.abc import Sequence
@@ -72,6 +76,7 @@ class Settings:
     peers_folder: Path
     out: Path
     check_bars: bool
+    bind: bool
 
     def to_json(self) -> dict[str, object]:
         hidden = ("peers_folder", "out", "check_bars")
@@ -131,6 +136,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--peers-folder", type=Path, default=here / ".venv-peers", help="default .venv-peers")
     add("--out", type=Path, default=Path("runs/bench"), help="folder (default runs/bench)")
     add("--check-bars", action="store_true", help="exit 1 unless the speed bars hold")
+    add("--bind", action="store_true", help="keep each engine's rank r on the r-th core")
     return parser
 
 
@@ -149,6 +155,7 @@ def parse_arguments() -> Settings:
         peers_folder=args.peers_folder.absolute(),
         out=args.out,
         check_bars=args.check_bars,
+        bind=args.bind,
     )
     if problem := problem_with(settings):
         parser.error(problem)
@@ -160,6 +167,8 @@ def problem_with(settings: Settings) -> str | None:
         return "--ranks: at least 1"
     if settings.repeats < MIN_REPEATS:
         return f"--repeats: at least {MIN_REPEATS}, or the spread means nothing"
+    if settings.bind and settings.world_size > len(os.sched_getaffinity(0)):
+        return "--bind needs as many cores as ranks"
     if settings.min_time_ms <= 0:
         return "--min-time: more than 0 ms"
     if settings.check_bars:
@@ -300,6 +309,9 @@ def measure_all(settings: Settings) -> Run:
         driver = Driver(settings, teams.teams, progress, [])
         for why in teams.missing.values():
             driver.note(why)
+        if settings.bind:
+            for team in teams.teams:
+                team.ask("bind", cores=sorted(os.sched_getaffinity(0)))
         task = progress.add_task("", total=len(cases) * settings.repeats)
         clock = machine.read_clock(driver.ranks_cpu_s())
         for case in cases:

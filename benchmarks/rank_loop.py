@@ -106,6 +106,11 @@ class Rank:
     def probe(self) -> Message:
         return {"ns": self.engine.flag_latency_ns()}
 
+    def bind(self, cores: list[int]) -> Message:
+        """This thread, which makes the calls, stays on the rank's core; helper threads do not."""
+        os.sched_setaffinity(0, {cores[self.engine.rank]})
+        return {}
+
     def cpu(self) -> Message:
         """CPU seconds of this process so far."""
         own = os.times()

@@ -109,6 +109,7 @@ def caption(run: Run) -> list[str]:
         f"{machine['torch']}, pycomm {machine['pycomm']} ({machine['commit']}), one thread a rank. "
         f"Medians of {settings['repeats']} interleaved repeats of at least "
         f"{settings['min_time_ms']:g} ms; the slowest rank's time per call; ordinary private memory; "
+        f"{'each rank on a core of its own; ' * settings['bind']}"
         "all_reduce, broadcast and reduce in place; send_recv is a ping-pong's time one way. "
         f"{TIMES}: how many times faster than the other, the median [quartiles] of the ratios within "
         "each repeat; than the best other: than the fastest engine but pycomm of each repeat. GB = 1e9 "
@@ -158,7 +159,7 @@ def best_cell(row: Row) -> str:
 
 def open_console() -> Console:
     """Wide enough for the tables where the output is not a terminal."""
-    return Console(width=None if sys.stdout.isatty() else 170)
+    return Console(width=None if sys.stdout.isatty() else 200)
 
 
 def publish(run: Run, folder: Path, console: Console) -> None:
