@@ -85,7 +85,7 @@ void ShmCommunicator::all_reduce(const Request& request) {
     return;
   }
   announce();
-  meet();
+  if (!meets_later(request)) meet();
   if (request.algorithm == Algorithm::kAuto && all_are_shared()) {
     const auto memory = [this](int peer) { return shared_tensor(peer); };
     const Math math = math_for(request, false);
@@ -137,7 +137,7 @@ void ShmCommunicator::reduce_scatter(const Request& request) {
     return;
   }
   announce();
-  meet();
+  if (!meets_later(request)) meet();
   if (all_are_shared())
     return slots_.advance(direct_reduce_scatter(
         slots_, math_for(request, false), [this](int peer) { return shared_tensor(peer); }, output,
@@ -158,7 +158,7 @@ void ShmCommunicator::broadcast(const Request& request) {
     return;
   }
   announce();
-  meet();
+  if (!root || !meets_later(request)) meet();
   const int64_t count = request.count * real_view(request.dtype).components;
   if (is_shared(request.root))
     return slots_.advance(direct_gather(
@@ -184,21 +184,22 @@ void ShmCommunicator::gather(const Request& request) {
   };
   const bool eager = request.bytes() <= kEagerBytes;
   announce(input, eager ? request.bytes() : 0);
-  meet();
+  if (eager || !meets_later(request)) meet();
 
   const int components = real_view(request.dtype).components;
-  const auto is_eager = [&](int peer) {
-    return announcement_of(peer).header.count * element <= kEagerBytes;
+  const bool even = !announcement_of(rank()).header.has_parts;
+  const auto count_at = [&](int peer) {
+    return even ? request.count : announcement_of(peer).header.count;
   };
+  const auto is_eager = [&](int peer) { return count_at(peer) * element <= kEagerBytes; };
   const auto count_of = [&](int peer) {  // that does not travel eagerly
-    return is_eager(peer) ? 0 : announcement_of(peer).header.count * components;
+    return is_eager(peer) ? 0 : count_at(peer) * components;
   };
   bool any = false, all_shared = true;
   for (int peer = 0; peer < world_size(); ++peer) {
     if (is_eager(peer)) {
       if (wanted)
-        copy(output_of(peer), announcement_of(peer).payload,
-             announcement_of(peer).header.count * element, false);
+        copy(output_of(peer), announcement_of(peer).payload, count_at(peer) * element, false);
     } else {
       any = true;
       all_shared = all_shared && is_shared(peer);
@@ -345,9 +346,21 @@ int64_t ShmCommunicator::place_of(const Request& request) const {
   }
 }
 
+// My own comes first: if it is not, the others' headers are not looked at, which may not be there.
 bool ShmCommunicator::all_are_shared() {
+  if (!is_shared(rank())) return false;
   for (int peer = 0; peer < world_size(); ++peer)
     if (!is_shared(peer)) return false;
+  return true;
+}
+
+// Whether an operation in chunks can begin before the peers' headers are known: their parts,
+// factors and places are not needed, and no latency is measured.
+bool ShmCommunicator::meets_later(const Request& request) {
+  const OperationHeader& mine = announcement_of(rank()).header;
+  if (mine.has_parts || mine.place != 0 || request.op == ReduceOp::kPremulSum || probe_is_due())
+    return false;
+  slots_.meet_later();
   return true;
 }
 

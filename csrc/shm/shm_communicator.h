@@ -76,18 +76,20 @@ class ShmCommunicator : public Communicator, private Watch {
   char* shared_tensor(int rank) {
     return heap_->address(rank, announcement_of(rank).header.place - 1);
   }
-  void meet();
+  void meet() override;
   void meet_peer(int peer);
   void check_parts();
   [[noreturn]] void throw_mismatch(int peer);
   // `stream`: whether slot writes should bypass the caches; what chunks use decides that by itself.
   Math math_for(const Request& request, bool stream);
   Math chunked_math(const Request& request);
+  bool meets_later(const Request& request);
 
   // placement.cpp
   void measure_latency();
   double round_trip_ns(int peer, uint32_t turn);
   void wait_for_flag(int peer, Flag& flag, uint32_t target) const;
+  bool probe_is_due() const;
   void measure_latency_now_and_then();
 
   // The end of a wait.
