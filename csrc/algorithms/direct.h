@@ -65,7 +65,7 @@ int64_t direct_reduce_scatter(Slots& slots, const Math& math, Memory&& memory, c
   const char* sources[kMaxRanks];
   for (int peer = 0; peer < slots.world_size(); ++peer)
     sources[peer] = memory(peer) + slots.rank() * count * math.element_bytes();
-  math.reduce_all(sources, nullptr, output, count);
+  math.reduce_to_output(sources, output, count);
   return leave_together(slots);
 }
 

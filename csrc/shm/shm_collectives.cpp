@@ -453,8 +453,11 @@ void ShmCommunicator::throw_mismatch(int peer) {
 
 // After the meeting, when all ranks' factors can be read.
 Math ShmCommunicator::math_for(const Request& request, bool stream) {
-  if (request.op != ReduceOp::kPremulSum)
-    return Math(request.dtype, request.op, world_size(), stream);
+  if (request.op != ReduceOp::kPremulSum) {
+    Math math(request.dtype, request.op, world_size(), stream);
+    math.set_stream_output(stream_output(request.operation, request.bytes()));
+    return math;
+  }
   for (int peer = 0; peer < world_size(); ++peer)
     factors_[peer] = announcement_of(peer).header.factor;
   return Math(request.dtype, request.op, world_size(), stream, factors_, rank());
