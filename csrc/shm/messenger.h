@@ -50,7 +50,7 @@ class Transfer : public Pending {
   const std::shared_ptr<Messenger> messenger_;
   const Message message_;
   const std::chrono::milliseconds limit_;
-  const std::chrono::steady_clock::time_point deadline_;
+  std::chrono::steady_clock::time_point deadline_{};  // set while it is outstanding
   std::shared_ptr<void> keep_alive_;
   int64_t moved_ = kNotBegun;  // of a send: bytes in the channel
   // Set under the messenger's lock, when nothing touches the message's memory any more.
@@ -100,7 +100,6 @@ class Messenger : public std::enable_shared_from_this<Messenger> {
     TransferPtr receiver = nullptr;
     std::list<Unexpected>::iterator unexpected{};
   };
-  class Lock;
   struct Drove {
     bool done;      // the transfer that is waited for
     bool progress;  // anything moved
@@ -136,10 +135,12 @@ class Messenger : public std::enable_shared_from_this<Messenger> {
   std::string call(const Message& message) const;
 
   // messenger_drive.cpp: who moves, and when.
+  std::unique_lock<std::mutex> lock();
   bool wait_for(Transfer& transfer, std::chrono::milliseconds at_most);
   Drove drive(Transfer* transfer, bool thoroughly);
   Drove sleep(Transfer* transfer, std::chrono::milliseconds at_most);
-  void settle();
+  void settle(std::unique_lock<std::mutex>& held);
+  void wake_own();
   void wake_helper();
   void help();
   void help_along();

@@ -33,24 +33,17 @@ struct Counted {
 }  // namespace
 
 // The lock, for those who must have it: drivers, who come back for it all the time, give way.
-class Messenger::Lock {
- public:
-  explicit Lock(Messenger& messenger) : mutex_(messenger.mutex_) {
-    if (mutex_.try_lock()) return;
-    const Counted asking(messenger.asking_);
-    for (int poll = 0; poll < kLockPolls; ++poll) {
-      if (mutex_.try_lock()) return;
-      cpu_relax();
-    }
-    mutex_.lock();
+std::unique_lock<std::mutex> Messenger::lock() {
+  std::unique_lock<std::mutex> held(mutex_, std::try_to_lock);
+  if (held) return held;
+  const Counted asking(asking_);
+  for (int poll = 0; poll < kLockPolls; ++poll) {
+    cpu_relax();
+    if (held.try_lock()) return held;
   }
-  ~Lock() { mutex_.unlock(); }
-  Lock(const Lock&) = delete;
-  Lock& operator=(const Lock&) = delete;
-
- private:
-  std::mutex& mutex_;
-};
+  held.lock();
+  return held;
+}
 
 // ---- Transfer
 
@@ -59,7 +52,6 @@ Transfer::Transfer(std::shared_ptr<Messenger> messenger, const Message& message,
     : messenger_(std::move(messenger)),
       message_(message),
       limit_(limit),
-      deadline_(std::chrono::steady_clock::now() + limit),
       keep_alive_(std::move(keep_alive)) {}
 
 bool Transfer::is_done() { return Pending::is_done() || messenger_->drive(this, false).done; }
@@ -72,24 +64,23 @@ bool Transfer::wait(milliseconds at_most) {
 
 std::shared_ptr<Pending> Messenger::post(const Message& message, milliseconds limit,
                                          std::shared_ptr<void> keep_alive) {
-  TransferPtr transfer;
-  bool completed = false;
-  {
-    const Lock lock(*this);
-    PYCOMM_CHECK(!over_, kAborted, call(message), ": this communicator has ended");
-    transfer = message.operation == Operation::kSend ? send(message, limit, keep_alive)
-                                                     : receive(message, limit, keep_alive);
-    if (transfer && !transfer->complete_) wake_helper();
-    completed = !completed_.empty();
+  std::unique_lock<std::mutex> held = lock();
+  PYCOMM_CHECK(!over_, kAborted, call(message), ": this communicator has ended");
+  const TransferPtr transfer = message.operation == Operation::kSend
+                                   ? send(message, limit, keep_alive)
+                                   : receive(message, limit, keep_alive);
+  if (transfer && !transfer->complete_) {
+    transfer->deadline_ = Clock::now() + limit;
+    wake_helper();
   }
-  if (completed) settle();
+  settle(held);
   return transfer;
 }
 
 void Messenger::finish_sends() {
   std::vector<TransferPtr> sends;
   {
-    const Lock lock(*this);
+    const auto held = lock();
     for (const Outgoing& out : outgoing_)
       sends.insert(sends.end(), out.queue.begin(), out.queue.end());
   }
@@ -98,15 +89,13 @@ void Messenger::finish_sends() {
 
 void Messenger::close() {
   {
-    const Lock lock(*this);
+    auto held = lock();
     closed_ = true;
     end_all(ErrorKind::kAborted, "its process group was destroyed");
+    settle(held);
   }
-  settle();
   helper_wake_.notify_all();
-  Flag& doorbell = segment_->area(rank_).doorbell;
-  __atomic_add_fetch(&doorbell.value, 1, __ATOMIC_SEQ_CST);
-  futex_wake_all(doorbell.value);
+  wake_own();
   if (!helper_.joinable()) return;
   if (helper_.get_id() == std::this_thread::get_id())  // a callback destroys the communicator
     helper_.detach();
@@ -119,53 +108,47 @@ void Messenger::close() {
 // Moves what can be moved. Thoroughly: even if another thread has the lock, and looks for reasons
 // to end.
 Messenger::Drove Messenger::drive(Transfer* transfer, bool thoroughly) {
-  Drove drove{false, false, false};
-  bool completed = false;
-  const auto move = [&] {
-    drove.progress = move_everything();
-    if (thoroughly) look_after();
-    drove.idle = outstanding_ == 0;
-    drove.done = transfer && transfer->complete_;
-    completed = !completed_.empty();
-  };
-  if (thoroughly) {
-    const Lock lock(*this);
-    move();
-  } else if (asking_.load(std::memory_order_relaxed) == 0 && mutex_.try_lock()) {
-    const std::lock_guard<std::mutex> lock(mutex_, std::adopt_lock);
-    move();
-  } else {
-    drove.done = transfer;
-  }
-  if (completed) settle();
+  std::unique_lock<std::mutex> held(mutex_, std::defer_lock);
+  if (thoroughly)
+    held = lock();
+  else if (asking_.load(std::memory_order_relaxed) > 0 || !held.try_lock())
+    return {transfer && transfer->Pending::is_done(), false, false};
+  Drove drove;
+  drove.progress = move_everything();
+  if (thoroughly) look_after();
+  drove.idle = outstanding_ == 0;
+  drove.done = transfer && transfer->complete_;
+  settle(held);
+  // Another thread may be about to settle it.
   drove.done = drove.done && transfer->Pending::is_done();
   return drove;
 }
 
 // Makes complete transfers done: drops what they kept alive, and runs their callbacks, which may
 // use this messenger.
-void Messenger::settle() {
-  const auto self = std::this_thread::get_id();
-  std::unique_lock<std::mutex> lock(mutex_);
-  const auto before = settling_;
+void Messenger::settle(std::unique_lock<std::mutex>& held) {
+  if (__builtin_expect(completed_.empty(), 1)) return;
+  const auto self = std::this_thread::get_id(), before = settling_;
   if (before != std::thread::id() && before != self) return;  // that thread goes on with ours
   settling_ = self;
   while (!completed_.empty()) {
     const TransferPtr transfer = std::move(completed_.front());
     completed_.pop_front();
-    lock.unlock();
+    held.unlock();
     transfer->keep_alive_ = nullptr;
     transfer->source_.store(transfer->from_, std::memory_order_relaxed);
     transfer->finish(transfer->outcome_);
     // A thread that announced its sleep after this has seen that its transfer is done.
-    if (asleep_.fetch_add(0) > 0) {
-      Flag& doorbell = segment_->area(rank_).doorbell;
-      __atomic_add_fetch(&doorbell.value, 1, __ATOMIC_SEQ_CST);
-      futex_wake_all(doorbell.value);
-    }
-    lock.lock();
+    if (asleep_.fetch_add(0) > 0) wake_own();
+    held.lock();
   }
   settling_ = before;
+}
+
+void Messenger::wake_own() {
+  Flag& doorbell = segment_->area(rank_).doorbell;
+  __atomic_add_fetch(&doorbell.value, 1, __ATOMIC_SEQ_CST);
+  futex_wake_all(doorbell.value);
 }
 
 // Sleeps until the doorbell rings, unless there is something to do. What peers publish after the
