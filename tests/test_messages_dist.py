@@ -16,6 +16,12 @@ COUNTS: Final = (0, 1, 12, 1001, 1 << 20)
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
 
 
+def world() -> Any:
+    """The default group."""
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
 def content(count: int, source: int, tag: int, dtype: torch.dtype) -> torch.Tensor:
     """What a message with this source and tag holds."""
     return ((torch.arange(count) + 3 * source + tag) % 7).to(dtype)
@@ -29,7 +35,7 @@ def ring(r: int, n: int) -> None:
             wanted = content(count, left, 5, dtype)
             sent = content(count, r, 5, dtype)
             got = torch.empty_like(sent)
-            works = [dist.isend(sent, right, tag=5), dist.irecv(got, left, tag=5)]
+            works: list[Any] = [dist.isend(sent, right, tag=5), dist.irecv(got, left, tag=5)]
             for work in works:
                 work.wait()
                 assert work.is_completed()
@@ -60,7 +66,7 @@ def tags_and_sources(r: int, n: int) -> None:
     """Tags in another order than sent; any source says which; layouts are logical."""
     if r == 0:
         messages = [torch.full((k * 100_000 + 1,), float(k)) for k in range(4)]
-        works = [dist.isend(m, 1, tag=k) for k, m in enumerate(messages)]
+        works: list[Any] = [dist.isend(m, 1, tag=k) for k, m in enumerate(messages)]
         for work in works:
             work.wait()
     elif r == 1:
@@ -98,11 +104,11 @@ def test_tags_sources_and_layouts() -> None:
 
 def around(r: int, n: int) -> None:
     """Groups number their own ranks; futures; objects; collectives in between."""
-    group = dist.new_group([1, 2])
+    group: Any = dist.new_group([1, 2])
     if r in (1, 2):
         other = 3 - r
         got = torch.empty(5)
-        works = [dist.isend(torch.full((5,), float(r)), other, group=group)]
+        works: list[Any] = [dist.isend(torch.full((5,), float(r)), other, group=group)]
         works.append(dist.irecv(got, other, group=group))
         values: Any = [w.get_future() for w in works]
         assert [float(v.wait()[0][0]) for v in values] == [float(r), float(other)]
@@ -131,7 +137,7 @@ def test_groups_futures_objects_and_collectives() -> None:
 
 def coalesced(r: int, n: int) -> None:
     """One work for a batch; what failed in it is raised; to oneself it works too."""
-    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    backend = world()._get_backend(torch.device("cpu"))
     assert backend.supports_coalescing
     outputs = [torch.empty(100_000) for _ in range(n)]
     inputs = [torch.full((100_000,), 10.0 * r + peer) for peer in range(n)]
@@ -149,7 +155,7 @@ def coalesced(r: int, n: int) -> None:
         if peer != r:
             assert (outputs[peer] == 10.0 * peer + r).all()
 
-    group = dist.group.WORLD
+    group = world()
     got = torch.empty(3)
     sent = group.send([torch.tensor([1.0, 2.0, 3.0])], r, 0)
     group.recv([got], r, 0).wait()
@@ -163,7 +169,7 @@ def test_coalesced_and_to_oneself() -> None:
 
 def refused(r: int, n: int) -> None:
     """Wrong arguments are refused before anything is sent; the group goes on."""
-    group = dist.group.WORLD
+    group = world()
     with pytest.raises(pycomm.InvalidArgument, match="below the world size"):
         group.send([torch.ones(1)], n, 0)
     with pytest.raises(pycomm.InvalidArgument, match="one tensor"):
