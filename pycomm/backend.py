@@ -88,9 +88,7 @@ def create_backend(store: Store, rank: int, world_size: int, timeout: timedelta)
 
 def _create_backend(options: Any, backend_options: Any) -> Any:
     """What torch calls for ``init_process_group("pycomm")`` and ``new_group``."""
-    return create_backend(
-        options.store, options.group_rank, options.group_size, options.timeout
-    )
+    return create_backend(options.store, options.group_rank, options.group_size, options.timeout)
 
 
 def get_communicator(group: dist.ProcessGroup | None = None) -> Communicator:
