@@ -315,7 +315,7 @@ class Laid:
         outside = torch.ones(self.base.numel(), dtype=torch.bool)
         v = self.view
         outside.as_strided(v.shape, v.stride(), v.storage_offset()).fill_(False)
-        return bool((self.base[outside].float() == SENTINEL).all())
+        return same(self.base[outside], torch.full_like(self.base[outside], SENTINEL))
 
 
 def laid(values: torch.Tensor, layout: str, offset: int = 5) -> Laid:
@@ -605,9 +605,9 @@ def test_coalesced_forms() -> None:
                     reduce_scatter_single(part, torch.full((n * count,), float(rank + i)))
             results += [bool((part == 1 + 2 * i).all()) for i, part in enumerate(parts)]
 
-            lists = [[torch.zeros(count), torch.zeros(2, 2, dtype=torch.int64)] for _ in range(n)]
+            lists = [[torch.zeros(count), torch.zeros(2, 2)] for _ in range(n)]
             dist.all_gather_coalesced(
-                lists, [torch.full((count,), float(rank)), torch.full((2, 2), rank)]
+                lists, [torch.full((count,), float(rank)), torch.full((2, 2), float(rank))]
             )
             results += [bool((t == r).all()) for r, ts in enumerate(lists) for t in ts]
 
