@@ -55,8 +55,8 @@ def in_one(call: Callable[[torch.Tensor, torch.Tensor], Any], a: slice, b: slice
 
 Call = Callable[[Any, int], Any]
 
-#: name: (call of (communicator, rank), words of its message besides the rank). What only the root can do wrong, each rank
-#: does, as root to its own mind: what is refused never meets the others.
+#: name: (call of (communicator, rank), words of its message besides the rank). What only the root can do wrong,
+#: each rank does, as root to its own mind: what is refused never meets the others.
 WRONG: Final[dict[str, tuple[Call, tuple[str, ...]]]] = {
     # reduce
     "root too large, reduce": (
