@@ -443,7 +443,7 @@ void grid() {
 }
 
 void moves() {
-  for (const int world_size : {1, 2, 3, 4, 8})
+  for (const int world_size : {1, 2, 3, 5})
     for (const Streaming streaming : {Streaming::kAlways, Streaming::kNever})
       on_ranks(world_size, small_slots(streaming), kPatient, moves_on_rank);
 }
@@ -1120,10 +1120,10 @@ const Test kTests[] = {
 
 // Runs all tests, or those that the arguments name.
 int main(int argc, char** argv) {
-  alarm(280);  // should a wait not end, the process does
   for (const Test& test : kTests) {
     const auto wanted = [&](const char* name) { return std::strcmp(name, test.name) == 0; };
     if (argc > 1 && std::none_of(argv + 1, argv + argc, wanted)) continue;
+    alarm(280);  // should a wait not end, the process does
     const int64_t before = passed;
     const auto began = Clock::now();
     test.run();
