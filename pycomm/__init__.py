@@ -15,6 +15,7 @@ from pycomm.errors import (
     TimeoutError,
 )
 from pycomm.extension import core as _core_module
+from pycomm.memory import empty
 
 Communicator = _core_module.Communicator
 __version__ = "0.1.0"
@@ -30,6 +31,7 @@ __all__ = [
     "TimeoutError",
     "__version__",
     "create_communicator",
+    "empty",
     "get_communicator",
 ]
 

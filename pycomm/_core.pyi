@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal, overload
 
 class Pending:
     def wait(self) -> None: ...
     def is_done(self) -> bool: ...
+    def source(self) -> int: ...
 
 class Communicator:
     timeout: timedelta
@@ -142,6 +143,46 @@ class Communicator:
     def monitored_barrier(
         self, wait_all_ranks: bool = False, *, timeout: timedelta | None = None
     ) -> None: ...
+    @overload
+    def send(
+        self,
+        tensor: Any,
+        peer: int,
+        tag: int = 0,
+        *,
+        timeout: timedelta | None = None,
+        async_op: Literal[False] = False,
+    ) -> None: ...
+    @overload
+    def send(
+        self,
+        tensor: Any,
+        peer: int,
+        tag: int = 0,
+        *,
+        timeout: timedelta | None = None,
+        async_op: Literal[True],
+    ) -> Pending: ...
+    @overload
+    def recv(
+        self,
+        tensor: Any,
+        peer: int | None = None,
+        tag: int = 0,
+        *,
+        timeout: timedelta | None = None,
+        async_op: Literal[False] = False,
+    ) -> int: ...
+    @overload
+    def recv(
+        self,
+        tensor: Any,
+        peer: int | None = None,
+        tag: int = 0,
+        *,
+        timeout: timedelta | None = None,
+        async_op: Literal[True],
+    ) -> Pending: ...
     def flag_latency_ns(self) -> float: ...
     def abort(self, reason: str) -> None: ...
     def shutdown(self) -> None: ...
@@ -150,7 +191,15 @@ class Communicator:
 
 class ShmOffer:
     def __init__(
-        self, world_size: int, *, slot_bytes: int, slots: int, streaming: str, spin_polls: int
+        self,
+        world_size: int,
+        *,
+        slot_bytes: int,
+        slots: int,
+        streaming: str,
+        spin_polls: int,
+        heap_bytes: int,
+        channel_bytes: int,
     ) -> None: ...
     @property
     def address(self) -> str: ...

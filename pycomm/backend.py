@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 NAME = "pycomm"
 OFFER_KEY = "pycomm/offer"
+#: Address space of all ranks' heaps; a process may hold hundreds of groups.
+MOST_HEAP_BYTES = 256 << 30
 
 
 class Store(Protocol):
@@ -59,6 +61,8 @@ def _offer(store: Store, world_size: int, timeout: timedelta) -> Communicator:
             slots=settings.slots,
             streaming=settings.streaming,
             spin_polls=settings.spin_polls,
+            heap_bytes=min(settings.heap_bytes, MOST_HEAP_BYTES // world_size // 4096 * 4096),
+            channel_bytes=settings.channel_bytes,
         )
     except Error as error:
         store.set(OFFER_KEY, f"error {error}")
@@ -109,13 +113,19 @@ def get_communicator(group: dist.ProcessGroup | None = None) -> Communicator:
     return communicator
 
 
-def find_communicator(group: dist.ProcessGroup) -> Communicator | None:
-    """The communicator under a group, or None if its CPU tensors take another way."""
+def find_backend(group: dist.ProcessGroup) -> Any | None:
+    """pycomm's backend under a group, or None if its CPU tensors take another way."""
     try:
         backend = group._get_backend(torch.device("cpu"))
     except RuntimeError:  # no backend for CPU tensors
         return None
-    if not isinstance(backend, c10d.C10dBackend):
+    return backend if isinstance(backend, c10d.C10dBackend) else None
+
+
+def find_communicator(group: dist.ProcessGroup) -> Communicator | None:
+    """The communicator under a group, or None if its CPU tensors take another way."""
+    backend = find_backend(group)
+    if backend is None:
         return None
     return core.communicator_from_address(backend._communicator_address())
 

@@ -39,6 +39,15 @@ class Config:
     spin_polls: int = _setting(
         -1, "Polls of a waited-for flag before yielding the core; -1 chooses by ranks and cores."
     )
+    heap_bytes: int = _setting(
+        16 << 30,
+        "Address space per rank for shared tensors (pycomm.empty); memory is used only by tensors. "
+        "Divided down so that all ranks' heaps take at most 256 GiB; a multiple of 4096.",
+    )
+    channel_bytes: int = _setting(
+        512 * 1024,
+        "Bytes of the ring that holds one rank's messages to another; a power of two, at least 4096.",
+    )
     ddp_overlap: str = _setting(
         "auto",
         "Whether DDP's buckets travel while backward goes on, on a thread of their own: "

@@ -416,7 +416,7 @@ DISAGREE: Final[dict[str, tuple[Call, str]]] = {
 }
 
 #: The same where the headers differ: what both ranks called.
-DIFFERENT: Final[dict[str, tuple[Call, tuple[str, str]]]] = {
+DIFFERENT: Final[dict[str, tuple[Call, tuple[str, ...]]]] = {
     "reduce, counts": (
         lambda c, r: c.reduce(ones(6 if r == 2 else 5), 0),
         (
@@ -479,6 +479,37 @@ DIFFERENT: Final[dict[str, tuple[Call, tuple[str, str]]]] = {
             "rank 2 called all_gather(count=4, dtype=float32)",
         ),
     ),
+    "even and uneven all_gather, large": (
+        lambda c, r: c.all_gather(
+            [ones(BIG), ones(BIG), ones(BIG - (r == 2))], ones(BIG - (r == 2))
+        ),
+        (
+            f"called all_gather(count={BIG}, dtype=float32)",
+            f"rank 2 called all_gather(count={BIG - 1}, dtype=float32)",
+        ),
+    ),
+    "even and uneven reduce_scatter, large": (
+        lambda c, r: c.reduce_scatter(ones(BIG), [ones(BIG), ones(BIG - (r == 2)), ones(BIG)]),
+        ("called reduce_scatter(", "rank 2 called reduce_scatter(", "with counts of its own"),
+    ),
+    "reduce and broadcast, large": (
+        lambda c, r: c.broadcast(ones(BIG), 0) if r == 2 else c.reduce(ones(BIG), 0),
+        (
+            f"called reduce(count={BIG}, dtype=float32, op=sum, root=0)",
+            f"rank 2 called broadcast(count={BIG}, dtype=float32, root=0)",
+        ),
+    ),
+    "all_to_all and all_gather, large": (
+        lambda c, r: (
+            c.all_gather_single(ones(BIG * 3), ones(BIG))
+            if r == 2
+            else c.all_to_all_single(ones(BIG * 3), ones(BIG * 3))
+        ),
+        (
+            f"called all_to_all(count={BIG * 3}, dtype=float32)",
+            f"rank 2 called all_gather(count={BIG}, dtype=float32)",
+        ),
+    ),
     "barriers": (
         lambda c, r: c.all_reduce(ones(5)) if r == 2 else c.barrier(),
         ("called barrier()", "rank 2 called all_reduce(count=5, dtype=float32, op=sum)"),
@@ -510,7 +541,7 @@ def test_disagreements_are_noticed_on_every_rank() -> None:
         for name, (first, later) in found.items():
             assert isinstance(first, Refused), (rank, name, first)
             assert first.kinds[0] == "MismatchError", (rank, name, first)
-            words = [DISAGREE[name][1]] if name in DISAGREE else DIFFERENT[name][1]
+            words = (DISAGREE[name][1],) if name in DISAGREE else DIFFERENT[name][1]
             missing = [w for w in words if w not in first.message]
             assert not missing, (rank, name, first.message)
             assert isinstance(later, Refused), (rank, name, later)

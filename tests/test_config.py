@@ -33,9 +33,19 @@ def test_values_are_read_with_their_types() -> None:
         "PYCOMM_SLOTS": "16",
         "PYCOMM_STREAMING": "never",
         "PYCOMM_SPIN_POLLS": "-1",
+        "PYCOMM_HEAP_BYTES": "4096",
+        "PYCOMM_CHANNEL_BYTES": "65536",
         "PYCOMM_DDP_OVERLAP": "0",
     }
-    assert Config.from_environment(environment) == Config(8192, 16, "never", -1, "0")
+    assert Config.from_environment(environment) == Config(
+        slot_bytes=8192,
+        slots=16,
+        streaming="never",
+        spin_polls=-1,
+        heap_bytes=4096,
+        channel_bytes=65536,
+        ddp_overlap="0",
+    )
 
 
 def test_build_and_test_variables_are_known() -> None:
@@ -98,6 +108,8 @@ def test_the_module_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None
         ("PYCOMM_SLOT_BYTES", "0", "4096"),
         ("PYCOMM_SLOTS", "6", "power of two"),
         ("PYCOMM_SLOTS", "2", "4"),
+        ("PYCOMM_CHANNEL_BYTES", "2048", "4096"),
+        ("PYCOMM_CHANNEL_BYTES", "100000", "power of two"),
     ],
 )
 def test_values_that_shared_memory_cannot_take(

@@ -34,8 +34,10 @@ class Math {
     copy(slot, source, count * element_bytes(), stream_);
   }
   void copy_to_output(char* output, const char* source, int64_t count) const {
-    if (output != source) copy(output, source, count * element_bytes(), false);
+    if (output != source) copy(output, source, count * element_bytes(), stream_output_);
   }
+  // Whether outputs, too, are written past the caches: for moved data that would not stay in them.
+  void set_stream_output(bool stream) { stream_output_ = stream; }
 
   // slot (may be null) = output = the sum of world_size contributions, in rank order.
   void reduce_all(const char* const* sources, char* slot, char* output, int64_t count) const {
@@ -46,6 +48,18 @@ class Math {
     call.slot = slot;
     call.stream_to_slot = slot && stream_;
     call.output = output;
+    reduce(call);
+  }
+
+  // The same for an output alone.
+  void reduce_to_output(const char* const* sources, char* output, int64_t count) const {
+    const bool aligned = reinterpret_cast<uintptr_t>(output) % kLineBytes == 0;
+    ReduceCall call = base(count);
+    call.sources = reinterpret_cast<const void* const*>(sources);
+    call.num_sources = world_size_;
+    call.scales = scales_;
+    call.stream_to_slot = stream_output_ && aligned;
+    (call.stream_to_slot ? call.slot : call.output) = output;
     reduce(call);
   }
 
@@ -90,6 +104,7 @@ class Math {
   ReduceOp op_;
   int world_size_;
   bool stream_;
+  bool stream_output_ = false;
   const double* scales_;
   int rank_;
 };

@@ -95,7 +95,7 @@ int64_t two_shot_reduce_scatter(Slots& slots, const Math& math, Inputs&& inputs,
         sources[peer] = peer == rank ? inputs(rank).data + offset
                                      : slots.of(peer, chunk) + cells.offset(peer, rank);
       }
-      math.reduce_all(sources, nullptr, output + offset, mine.count_of(chunk));
+      math.reduce_to_output(sources, output + offset, mine.count_of(chunk));
     }
     slots.post(Stage::kDrained, chunk);
   };

@@ -80,6 +80,14 @@ void C10dBackend::registerAbortHook(int64_t id, std::function<void()> hook) {
 }
 void C10dBackend::unregisterAbortHook(int64_t id) { target_.observers->remove_abort_hook(id); }
 
+#ifdef C10D_BACKEND_HAS_WINDOW
+c10::intrusive_ptr<c10d::Window> C10dBackend::new_window(const std::optional<at::Tensor>& tensor) {
+  auto window = c10::make_intrusive<SharedWindow>(target_);
+  if (tensor) window->tensor_register(*tensor, true);
+  return window;
+}
+#endif
+
 // ---- coalescing: calls start at once, and their works are handed out as one
 
 void C10dBackend::startCoalescing() {

@@ -10,6 +10,7 @@
 
 #include "../communicator.h"
 #include "call.h"
+#include "window.h"
 #include "work.h"
 
 namespace pycomm {
@@ -45,6 +46,19 @@ class C10dBackend : public c10d::Backend {
   bool supportsSplitting() const override { return true; }
   BackendPtr split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
                    const c10::intrusive_ptr<Options>& options);
+
+  // Shared memory for tensors, and windows on it.
+  bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
+  at::Tensor allocateTensor(long count, at::TensorOptions options) override {
+    return shared_tensor(target_.communicator, count, options);
+  }
+  std::shared_ptr<c10::Allocator> getMemAllocator() override {
+    return shared_allocator(target_.communicator);
+  }
+#ifdef C10D_BACKEND_HAS_WINDOW
+  bool supportsWindow() const override { return true; }
+  c10::intrusive_ptr<c10d::Window> new_window(const std::optional<at::Tensor>& tensor) override;
+#endif
 
   bool supportsCoalescing() const override { return true; }
   void startCoalescing() override;

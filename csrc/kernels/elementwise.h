@@ -35,8 +35,7 @@ struct ReduceCall {
 // missing scales.
 void reduce(const ReduceCall& call);
 
-// Copies without looking; `stream` writes past the caches where the destination's alignment allows
-// it.
+// Copies without looking; `stream` writes past the caches.
 void copy(void* destination, const void* source, int64_t bytes, bool stream);
 
 // The instruction set in use: "avx512", "avx2" or "generic". set_ returns false if this machine

@@ -118,25 +118,37 @@ void reduce(const ReduceCall& call) {
   if (call.stream_to_slot) stream_fence();
 }
 
-void copy(void* destination, const void* source, int64_t bytes, bool stream) {
+// Copies whole blocks of 128 bytes; returns how many bytes that were.
+template <bool kStream>
+PYCOMM_ALWAYS_INLINE int64_t copy_blocks(char* to, const char* from, int64_t bytes) {
   using Block = Vector<uint64_t>;
   constexpr int kBlocks = 128 / sizeof(Block), kBytes = sizeof(Block);
+  int64_t at = 0;
+  for (; at + 128 <= bytes; at += 128) {
+    Block blocks[kBlocks];
+    for (int b = 0; b < kBlocks; ++b) blocks[b] = load_unaligned<Block>(from + at + b * kBytes);
+    for (int b = 0; b < kBlocks; ++b) {
+      if constexpr (kStream)
+        stream_store(to + at + b * kBytes, blocks[b]);
+      else
+        __builtin_memcpy(to + at + b * kBytes, &blocks[b], kBytes);
+    }
+  }
+  return at;
+}
+
+void copy(void* destination, const void* source, int64_t bytes, bool stream) {
   char* to = static_cast<char*>(destination);
   const char* from = static_cast<const char*>(source);
   int64_t at = 0;
-  if (stream && reinterpret_cast<uintptr_t>(to) % kBytes == 0) {
-    for (; at + 128 <= bytes; at += 128) {
-      Block blocks[kBlocks];
-      for (int b = 0; b < kBlocks; ++b) blocks[b] = load_unaligned<Block>(from + at + b * kBytes);
-      for (int b = 0; b < kBlocks; ++b) stream_store(to + at + b * kBytes, blocks[b]);
-    }
+  if (stream) {
+    at = -reinterpret_cast<intptr_t>(to) & (kLineBytes - 1);  // streaming stores must be aligned
+    if (at > bytes) at = bytes;
+    __builtin_memcpy(to, from, static_cast<size_t>(at));
+    at += copy_blocks<true>(to + at, from + at, bytes - at);
     stream_fence();
   } else {
-    for (; at + 128 <= bytes; at += 128) {
-      Block blocks[kBlocks];
-      for (int b = 0; b < kBlocks; ++b) blocks[b] = load_unaligned<Block>(from + at + b * kBytes);
-      for (int b = 0; b < kBlocks; ++b) __builtin_memcpy(to + at + b * kBytes, &blocks[b], kBytes);
-    }
+    at = copy_blocks<false>(to, from, bytes);
   }
   if (at < bytes) __builtin_memcpy(to + at, from + at, static_cast<size_t>(bytes - at));
 }

@@ -25,9 +25,15 @@ constexpr uint64_t kOperationsBetweenProbes = 512;
 
 }  // namespace
 
+bool ShmCommunicator::probe_is_due() const {
+  return chunked_operations_ % kOperationsBetweenProbes == 0;
+}
+
 void ShmCommunicator::measure_latency_now_and_then() {
   const ShmConfig& config = segment_->head().config;
-  if (chunked_operations_++ % kOperationsBetweenProbes != 0) return;
+  const bool due = probe_is_due();
+  ++chunked_operations_;
+  if (!due) return;
   if (config.streaming != Streaming::kAuto) {
     stream_ = config.streaming == Streaming::kAlways;
   } else if (crowded_) {

@@ -14,12 +14,19 @@ namespace pycomm {
 namespace {
 
 constexpr int64_t kPageBytes = 4096;
+constexpr int64_t kMaxChannelBytes = 1 << 28;
 
 char* map(int descriptor, int64_t bytes) {
-  void* base =
-      mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
-  PYCOMM_CHECK_SYSTEM(base != MAP_FAILED, "cannot map a shared segment of ", bytes, " bytes");
+  void* base = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE,
+                    MAP_SHARED | MAP_NORESERVE, descriptor, 0);
+  PYCOMM_CHECK_SYSTEM(base != MAP_FAILED, "cannot map a shared segment of ", bytes,
+                      " bytes (mostly address space of the shared heaps; a smaller "
+                      "PYCOMM_HEAP_BYTES needs less)");
   return static_cast<char*>(base);
+}
+
+int64_t heads_bytes(int world_size) {
+  return round_up(world_size * world_size * static_cast<int64_t>(sizeof(ChannelHead)), kPageBytes);
 }
 
 uint64_t random_word() {
@@ -35,13 +42,16 @@ int64_t Segment::area_offset(int rank) const {
 
 int64_t Segment::slots_offset(int rank) const {
   const ShmConfig& config = reinterpret_cast<const SegmentHead*>(base_)->config;
-  const int world_size = reinterpret_cast<const SegmentHead*>(base_)->world_size;
-  return area_offset(world_size) + rank * config.slots * config.slot_bytes;
+  return area_offset(world_size()) + rank * config.slots * config.slot_bytes;
 }
+
+int64_t Segment::rings_offset() const { return channels_offset() + heads_bytes(world_size()); }
 
 int64_t Segment::total_bytes(int world_size, const ShmConfig& config) {
   return round_up(sizeof(SegmentHead), kPageBytes) +
-         world_size * (round_up(sizeof(RankArea), kPageBytes) + config.slots * config.slot_bytes);
+         world_size * (round_up(sizeof(RankArea), kPageBytes) + config.slots * config.slot_bytes +
+                       config.heap_bytes) +
+         heads_bytes(world_size) + world_size * world_size * config.channel_bytes;
 }
 
 std::shared_ptr<Segment> Segment::create(int world_size, const ShmConfig& config, int* descriptor) {
@@ -53,6 +63,12 @@ std::shared_ptr<Segment> Segment::create(int world_size, const ShmConfig& config
   PYCOMM_CHECK(config.slot_bytes >= kPageBytes && config.slot_bytes % kPageBytes == 0,
                kInvalidArgument, "slot_bytes must be a multiple of ", kPageBytes, ", not ",
                config.slot_bytes);
+  PYCOMM_CHECK(config.heap_bytes >= 0 && config.heap_bytes % kPageBytes == 0, kInvalidArgument,
+               "heap_bytes must be a multiple of ", kPageBytes, ", not ", config.heap_bytes);
+  PYCOMM_CHECK(config.channel_bytes >= kPageBytes && config.channel_bytes <= kMaxChannelBytes &&
+                   (config.channel_bytes & (config.channel_bytes - 1)) == 0,
+               kInvalidArgument, "channel_bytes must be a power of two between ", kPageBytes,
+               " and ", kMaxChannelBytes, ", not ", config.channel_bytes);
   const int64_t bytes = total_bytes(world_size, config);
   const int fd = memfd_create("pycomm", MFD_CLOEXEC);
   PYCOMM_CHECK_SYSTEM(fd >= 0, "memfd_create failed");

@@ -20,8 +20,10 @@ struct ShmConfig {
   int64_t slot_bytes = 256 << 10;
   int32_t slots =
       8;  // a power of two, since chunk numbers wrap; at least 4, the depth of the pipelines
-  int32_t spin_polls = -1;  // polls before yielding; -1: by cores
+  int32_t spin_polls = -1;            // polls before yielding; -1: by cores
+  int64_t channel_bytes = 512 << 10;  // ring of a pair of ranks' messages; a power of two
   Streaming streaming = Streaming::kAuto;
+  int64_t heap_bytes = 0;  // address space per rank for shared tensors (heap.h)
 };
 
 // A word that one rank writes and others wait for. Atomic by the accessors of wait.h.
@@ -42,6 +44,7 @@ struct OperationHeader {
   int32_t root;
   uint32_t has_parts;  // whether `parts` below holds the counts, in place of `count`
   double factor;       // of this rank's contribution to a premul_sum
+  int64_t place;       // 1 + offset in this rank's heap of the tensor that peers may use, or 0
 };
 
 // What this rank sends to and expects from each rank, in elements.
@@ -65,13 +68,21 @@ struct RankArea {
   Flag latency_probe;
   Announcement announcements[2];  // operation s uses s % 2: see ShmCommunicator::meet
   Flag departed;                  // 1 once the rank has left in good order
+  Flag doorbell;                  // counts what happened to a sleeping rank's messages
   int32_t pid;
   uint64_t pid_namespace;  // inode; a pid means nothing in another one
   uint32_t flag_latency_ns;
   cpu_set_t cores;  // on which this rank may run
 };
 
+// One direction of one pair of ranks' messages: see channel.h. Both count bytes and never wrap.
+struct ChannelHead {
+  alignas(kSeparationBytes) uint64_t written;  // by the source
+  alignas(kSeparationBytes) uint64_t read;     // by the destination
+};
+
 // Written once, by the first rank that fails.
+inline constexpr uint32_t kClean = 0, kWriting = 1, kSet = 2;
 struct AbortRecord {
   Flag state;  // kClean, kWriting, kSet
   int32_t kind;
@@ -101,11 +112,27 @@ class Segment {
   SegmentHead& head() { return *reinterpret_cast<SegmentHead*>(base_); }
   RankArea& area(int rank) { return *reinterpret_cast<RankArea*>(base_ + area_offset(rank)); }
   char* slots_of(int rank) { return base_ + slots_offset(rank); }
+  char* heap_of(int rank) {
+    const int64_t ranks = world_size();
+    return base_ + rings_offset() + ranks * ranks * head().config.channel_bytes +
+           rank * head().config.heap_bytes;
+  }
+  ChannelHead& channel(int source, int destination) {
+    return reinterpret_cast<ChannelHead*>(base_ + channels_offset())[pair(source, destination)];
+  }
+  char* ring_of(int source, int destination) {
+    return base_ + rings_offset() + pair(source, destination) * head().config.channel_bytes;
+  }
 
  private:
   Segment(char* base, int64_t bytes) : base_(base), bytes_(bytes) {}
   int64_t area_offset(int rank) const;
   int64_t slots_offset(int rank) const;
+  int64_t channels_offset() const { return slots_offset(world_size()); }
+  int64_t rings_offset() const;
+  int world_size() const { return reinterpret_cast<const SegmentHead*>(base_)->world_size; }
+  // A destination's channels lie together: it looks at all of them.
+  int64_t pair(int source, int destination) const { return destination * world_size() + source; }
   static int64_t total_bytes(int world_size, const ShmConfig& config);
 
   char* base_;

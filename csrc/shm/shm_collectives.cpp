@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "../algorithms/choose.h"
+#include "../algorithms/direct.h"
 #include "../algorithms/exchange.h"
 #include "../algorithms/one_shot.h"
 #include "../algorithms/ring.h"
@@ -84,7 +85,14 @@ void ShmCommunicator::all_reduce(const Request& request) {
     return;
   }
   announce();
-  meet();
+  if (!meets_later(request)) meet();
+  if (request.algorithm == Algorithm::kAuto && all_are_shared()) {
+    const auto memory = [this](int peer) { return shared_tensor(peer); };
+    const Math math = math_for(request, false);
+    return slots_.advance(request.operation == Operation::kReduce
+                              ? direct_reduce(slots_, math, memory, count, request.root)
+                              : direct_all_reduce(slots_, math, memory, count));
+  }
   const Math math = chunked_math(request);
   switch (algorithm) {
     case Algorithm::kOneShot:
@@ -129,7 +137,11 @@ void ShmCommunicator::reduce_scatter(const Request& request) {
     return;
   }
   announce();
-  meet();
+  if (!meets_later(request)) meet();
+  if (all_are_shared())
+    return slots_.advance(direct_reduce_scatter(
+        slots_, math_for(request, false), [this](int peer) { return shared_tensor(peer); }, output,
+        request.count * real.components));
   slots_.advance(two_shot_reduce_scatter(slots_, chunked_math(request), input_of, output));
 }
 
@@ -146,8 +158,13 @@ void ShmCommunicator::broadcast(const Request& request) {
     return;
   }
   announce();
-  meet();
+  if (!root || !meets_later(request)) meet();
   const int64_t count = request.count * real_view(request.dtype).components;
+  if (is_shared(request.root))
+    return slots_.advance(direct_gather(
+        slots_, math_for(request, false), [this](int peer) { return shared_tensor(peer); },
+        [&](int peer) { return peer == request.root && !root ? data : nullptr; },
+        [count](int) { return count; }));
   slots_.advance(one_shot_gather(
       slots_, chunked_math(request), data,
       [&](int peer) { return peer == request.root ? count : 0; },
@@ -167,25 +184,33 @@ void ShmCommunicator::gather(const Request& request) {
   };
   const bool eager = request.bytes() <= kEagerBytes;
   announce(input, eager ? request.bytes() : 0);
-  meet();
+  if (eager || !meets_later(request)) meet();
 
-  bool any_in_chunks = false;
-  const auto count_of = [&](int peer) { return announcement_of(peer).header.count; };
-  for (int peer = 0; peer < world_size(); ++peer) {
-    const int64_t bytes = count_of(peer) * element;
-    if (bytes > kEagerBytes)
-      any_in_chunks = true;
-    else if (wanted)
-      copy(output_of(peer), announcement_of(peer).payload, bytes, false);
-  }
-  if (!any_in_chunks) return;
   const int components = real_view(request.dtype).components;
-  slots_.advance(one_shot_gather(
-      slots_, chunked_math(request), input,
-      [&](int peer) {
-        return count_of(peer) * element > kEagerBytes ? count_of(peer) * components : 0;
-      },
-      output_of));
+  const bool even = !announcement_of(rank()).header.has_parts;
+  const auto count_at = [&](int peer) {
+    return even ? request.count : announcement_of(peer).header.count;
+  };
+  const auto is_eager = [&](int peer) { return count_at(peer) * element <= kEagerBytes; };
+  const auto count_of = [&](int peer) {  // that does not travel eagerly
+    return is_eager(peer) ? 0 : count_at(peer) * components;
+  };
+  bool any = false, all_shared = true;
+  for (int peer = 0; peer < world_size(); ++peer) {
+    if (is_eager(peer)) {
+      if (wanted)
+        copy(output_of(peer), announcement_of(peer).payload, count_at(peer) * element, false);
+    } else {
+      any = true;
+      all_shared = all_shared && is_shared(peer);
+    }
+  }
+  if (!any) return;
+  slots_.advance(all_shared
+                     ? direct_gather(
+                           slots_, math_for(request, false),
+                           [this](int peer) { return shared_tensor(peer); }, output_of, count_of)
+                     : one_shot_gather(slots_, chunked_math(request), input, count_of, output_of));
 }
 
 // ---- other data for everybody
@@ -290,6 +315,7 @@ void ShmCommunicator::fill_header(const Request& request) {
   header.root = request.root;
   header.has_parts = request.needs_table();
   header.factor = request.factor;
+  header.place = place_of(request);
   if (header.has_parts) write_parts(request);
 }
 
@@ -297,6 +323,45 @@ void ShmCommunicator::announce(const void* payload, int64_t payload_bytes) {
   Announcement& mine = announcement_of(rank());
   if (payload_bytes > 0) std::memcpy(mine.payload, payload, static_cast<size_t>(payload_bytes));
   set_and_wake(mine.header.sequence, sequence_, segment_->area(rank()).entered.sleepers);
+}
+
+// The tensor that peers read, and of an all_reduce or a reduce's root also write, if it is large
+// enough for that to pay.
+int64_t ShmCommunicator::place_of(const Request& request) const {
+  const int64_t bytes = request.bytes();
+  if (bytes <= kEagerBytes || !request.inputs.empty()) return 0;
+  switch (request.operation) {
+    case Operation::kReduce:
+    case Operation::kAllReduce:
+      if (request.output && request.output != request.input) return 0;
+      return heap_->offset_of(request.input, bytes) + 1;
+    case Operation::kReduceScatter:
+      return heap_->offset_of(request.input, bytes * world_size()) + 1;
+    case Operation::kBroadcast:
+    case Operation::kGather:
+    case Operation::kAllGather:
+      return heap_->offset_of(request.input, bytes) + 1;
+    default:
+      return 0;
+  }
+}
+
+// My own comes first: if it is not, the others' headers are not looked at, which may not be there.
+bool ShmCommunicator::all_are_shared() {
+  if (!is_shared(rank())) return false;
+  for (int peer = 0; peer < world_size(); ++peer)
+    if (!is_shared(peer)) return false;
+  return true;
+}
+
+// Whether an operation in chunks can begin before the peers' headers are known: their parts,
+// factors and places are not needed, and no latency is measured.
+bool ShmCommunicator::meets_later(const Request& request) {
+  const OperationHeader& mine = announcement_of(rank()).header;
+  if (mine.has_parts || mine.place != 0 || request.op == ReduceOp::kPremulSum || probe_is_due())
+    return false;
+  slots_.meet_later();
+  return true;
 }
 
 void ShmCommunicator::write_parts(const Request& request) {
@@ -388,8 +453,11 @@ void ShmCommunicator::throw_mismatch(int peer) {
 
 // After the meeting, when all ranks' factors can be read.
 Math ShmCommunicator::math_for(const Request& request, bool stream) {
-  if (request.op != ReduceOp::kPremulSum)
-    return Math(request.dtype, request.op, world_size(), stream);
+  if (request.op != ReduceOp::kPremulSum) {
+    Math math(request.dtype, request.op, world_size(), stream);
+    math.set_stream_output(stream_output(request.operation, request.bytes()));
+    return math;
+  }
   for (int peer = 0; peer < world_size(); ++peer)
     factors_[peer] = announcement_of(peer).header.factor;
   return Math(request.dtype, request.op, world_size(), stream, factors_, rank());

@@ -13,7 +13,6 @@ namespace pycomm {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-constexpr uint32_t kClean = 0, kWriting = 1, kSet = 2;
 
 // Spinning pays while every rank has a core; otherwise the peer needs ours.
 constexpr Patience kAmple{4000, 200};
@@ -25,6 +24,7 @@ ShmCommunicator::ShmCommunicator(std::shared_ptr<Segment> segment, int rank,
                                  std::chrono::milliseconds timeout)
     : Communicator(rank, segment->head().world_size, timeout),
       segment_(std::move(segment)),
+      heap_(std::make_shared<Heap>(segment_, rank)),
       patience_(kCrowded),
       slots_(*segment_, rank, patience_, *this) {
   RankArea& mine = segment_->area(rank);
@@ -46,17 +46,27 @@ ShmCommunicator::ShmCommunicator(std::shared_ptr<Segment> segment, int rank,
   const int polls = segment_->head().config.spin_polls;
   if (polls >= 0) patience_.spin_polls = polls;
   slots_.set_patience(patience_);
+  messenger_ = std::make_shared<Messenger>(segment_, rank, patience_, liveness_,
+                                           [this](ErrorKind kind, const std::string& message) {
+                                             failed_ = true;
+                                             record_abort(kind, message);
+                                           });
 }
 
-ShmCommunicator::~ShmCommunicator() {
+ShmCommunicator::~ShmCommunicator() { end(); }
+
+void ShmCommunicator::end() {
   closing_ = true;
   stop_worker();
+  if (messenger_) messenger_->close();
   leave();
 }
 
 void ShmCommunicator::shutdown() {
   stop_worker();
+  messenger_->finish_sends();
   closing_ = true;
+  messenger_->close();
   leave();
 }
 
@@ -65,11 +75,16 @@ void ShmCommunicator::leave() {
   RankArea& mine = segment_->area(rank());
   store_ordered(mine.departed.value, 1);
   wake_all(mine);
+  for (int peer = 0; peer < world_size(); ++peer)
+    futex_wake_all(segment_->area(peer).doorbell.value);
 }
 
-std::shared_ptr<Pending> ShmCommunicator::post(const Message& message, std::shared_ptr<void>) {
+std::shared_ptr<Pending> ShmCommunicator::post(const Message& message,
+                                               std::shared_ptr<void> keep_alive) {
   check(message);
-  return nullptr;
+  check_entry();
+  const auto limit = message.timeout.count() > 0 ? message.timeout : timeout();
+  return messenger_->post(message, limit, std::move(keep_alive));
 }
 
 // ---- one operation
@@ -111,7 +126,7 @@ std::string ShmCommunicator::arrivals() const {
 
 // False: the peer is gone, but may have posted what is waited for before it went.
 bool ShmCommunicator::check_wait(int peer, bool sleeping) const {
-  throw_if_ended();
+  if (__builtin_expect(has_ended(), 0)) throw_ended(where());
   if (load_acquire(segment_->area(peer).departed.value) != 0) return false;
   if (!sleeping) return true;
   const auto now = Clock::now();
@@ -134,13 +149,17 @@ void ShmCommunicator::lost_peer(int peer) const {
                      arrivals(), ". See that rank's own output."));
 }
 
-// In the middle of an operation: what another rank reported, or the end of this communicator.
-void ShmCommunicator::throw_if_ended() const {
-  PYCOMM_CHECK(!closing_, kAborted, where(), " ended: its process group was destroyed");
+// In the middle of an operation: whether another rank has reported a failure, or this communicator
+// is coming to its end.
+bool ShmCommunicator::has_ended() const {
+  return closing_ || load_acquire(segment_->head().abort.state.value) == kSet;
+}
+
+void ShmCommunicator::throw_ended(const std::string& where) const {
+  PYCOMM_CHECK(!closing_, kAborted, where, " ended: its process group was destroyed");
   const AbortRecord& record = segment_->head().abort;
-  if (__builtin_expect(load_acquire(record.state.value) != kSet, 1)) return;
   throw Error(static_cast<ErrorKind>(record.kind),
-              concat(where(), " ended, since another rank reported: ", record.message));
+              concat(where, " ended, since another rank reported: ", record.message));
 }
 
 // At the start of one. The first call after a failure elsewhere reports its kind, later ones that
@@ -153,7 +172,7 @@ void ShmCommunicator::check_entry() {
   // Failed here while another rank still writes its report: that must not be read yet.
   const char* report = recorded ? record.message : "several ranks failed at once";
   const ErrorKind kind =
-      std::exchange(failed_, true) ? ErrorKind::kAborted : static_cast<ErrorKind>(record.kind);
+      failed_.exchange(true) ? ErrorKind::kAborted : static_cast<ErrorKind>(record.kind);
   throw Error(kind, concat("rank ", rank(), ": this communicator ended before: ", report,
                            " -- destroy the process group and initialise it again to go on."));
 }
@@ -163,6 +182,7 @@ void ShmCommunicator::wake_all(RankArea& area) {
   for (Announcement& announcement : area.announcements)
     futex_wake_all(announcement.header.sequence);
   futex_wake_all(area.latency_probe.value);
+  futex_wake_all(area.doorbell.value);
 }
 
 // The first failure of any rank is the one that the others report.

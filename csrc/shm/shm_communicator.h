@@ -10,7 +10,9 @@
 #include "../algorithms/math.h"
 #include "../communicator.h"
 #include "../error.h"
+#include "heap.h"
 #include "liveness.h"
+#include "messenger.h"
 #include "segment.h"
 #include "shm_slots.h"
 #include "wait.h"
@@ -27,14 +29,28 @@ class ShmCommunicator : public Communicator, private Watch {
   void abort(const std::string& reason) override;
   void shutdown() override;
   Failure failure() const override;
+  // Leaves without finishing anything, as destruction does. Its threads have ended afterwards.
+  void end();
   double flag_latency_ns() override;
   std::shared_ptr<Pending> post(const Message& message, std::shared_ptr<void> keep_alive) override;
+  std::shared_ptr<void> allocate(int64_t bytes) override { return heap_->allocate(bytes); }
+  int64_t shared_offset(const void* data, int64_t bytes) const override {
+    return heap_->offset_of(data, bytes);
+  }
+  void* shared_address(int rank, int64_t offset) const override {
+    return heap_->address(rank, offset);
+  }
+  void raise_signal(void* signal) override;
+  void await_signal(void* signal, uint32_t target, int peer,
+                    std::chrono::milliseconds timeout) override;
   uint64_t sequence() const override { return sequence_.load(std::memory_order_relaxed); }
 
  protected:
   void execute(const Request& request) override;
 
  private:
+  class SignalGuard;
+
   // shm_collectives.cpp
   void dispatch(const Request& request);
   void all_reduce(const Request& request);
@@ -53,25 +69,35 @@ class ShmCommunicator : public Communicator, private Watch {
   void fill_header(const Request& request);
   void announce(const void* payload = nullptr, int64_t payload_bytes = 0);
   void write_parts(const Request& request);
-  void meet();
+  int64_t place_of(const Request& request) const;
+  // Of a tensor that its rank's header places in shared memory.
+  bool is_shared(int rank) { return announcement_of(rank).header.place != 0; }
+  bool all_are_shared();
+  char* shared_tensor(int rank) {
+    return heap_->address(rank, announcement_of(rank).header.place - 1);
+  }
+  void meet() override;
   void meet_peer(int peer);
   void check_parts();
   [[noreturn]] void throw_mismatch(int peer);
   // `stream`: whether slot writes should bypass the caches; what chunks use decides that by itself.
   Math math_for(const Request& request, bool stream);
   Math chunked_math(const Request& request);
+  bool meets_later(const Request& request);
 
   // placement.cpp
   void measure_latency();
   double round_trip_ns(int peer, uint32_t turn);
   void wait_for_flag(int peer, Flag& flag, uint32_t target) const;
+  bool probe_is_due() const;
   void measure_latency_now_and_then();
 
   // The end of a wait.
   bool check_wait(int peer, bool sleeping) const override;
   [[noreturn]] void lost_peer(int peer) const override;
   void leave();
-  void throw_if_ended() const;
+  bool has_ended() const;
+  [[noreturn]] void throw_ended(const std::string& where) const;
   void check_entry();
   void record_abort(ErrorKind kind, const std::string& message);
   static void wake_all(RankArea& area);
@@ -79,6 +105,7 @@ class ShmCommunicator : public Communicator, private Watch {
   std::string arrivals() const;
 
   std::shared_ptr<Segment> segment_;
+  std::shared_ptr<Heap> heap_;
   Liveness liveness_;
   Patience patience_;
   bool crowded_ = false;  // more ranks than cores; the same on all ranks
@@ -86,9 +113,10 @@ class ShmCommunicator : public Communicator, private Watch {
   std::atomic<uint32_t> sequence_{0};  // of the operation in progress, or the last one; wraps
   uint64_t chunked_operations_ = 0;
   bool stream_ = false;
-  uint32_t probe_base_ = 0;  // rank 0's latency flag before the next measurement
-  bool failed_ = false;      // a failure has been reported here: later calls say so
+  uint32_t probe_base_ = 0;          // rank 0's latency flag before the next measurement
+  std::atomic<bool> failed_{false};  // a failure has been reported here: later calls say so
   std::atomic<bool> closing_{false};
+  std::shared_ptr<Messenger> messenger_;  // its helper and its transfers hold it, too
 
   // Of the operation in progress.
   const Request* request_ = nullptr;

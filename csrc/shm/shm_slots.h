@@ -13,6 +13,8 @@ namespace pycomm {
 // operation in progress.
 class Watch {
  public:
+  // Sees every peer's header of this operation.
+  virtual void meet() = 0;
   virtual bool check_wait(int peer, bool sleeping) const = 0;
   [[noreturn]] virtual void lost_peer(int peer) const = 0;
 
@@ -28,7 +30,7 @@ struct WaitGuard {
 
 class ShmSlots {
  public:
-  ShmSlots(Segment& segment, int rank, const Patience& patience, const Watch& watch)
+  ShmSlots(Segment& segment, int rank, const Patience& patience, Watch& watch)
       : segment_(segment), rank_(rank), patience_(patience), watch_(watch) {
     const SegmentHead& head = segment.head();
     world_size_ = head.world_size;
@@ -55,13 +57,24 @@ class ShmSlots {
     set_and_wake(flag.value, base_ + static_cast<uint32_t>(chunk) + 1, flag.sleepers);
   }
   void await(int peer, Stage stage, int64_t chunk) {
+    meet();
     wait(peer, stage, base_ + static_cast<uint32_t>(chunk) + 1);
+  }
+
+  // The peers' headers are looked at before the first of their bytes, or at the end: so a rank
+  // fills its first slots while others still finish the operation before.
+  void meet_later() { met_ = false; }
+  void meet() {
+    if (met_) return;
+    met_ = true;
+    watch_.meet();
   }
 
   // Ends an operation of `chunks` chunks: the next one's are numbered behind them. Every rank must
   // have drained them.
   // Stages that it did not use catch up: left behind for 2^31 chunks, they would seem to lie ahead.
   void advance(int64_t chunks) {
+    meet();
     base_ += static_cast<uint32_t>(chunks);
     for (Flag& stage : segment_.area(rank_).stages)
       if (stage.value != base_) store_release(stage.value, base_);  // nobody waits for it: no wake
@@ -87,7 +100,8 @@ class ShmSlots {
   int64_t slots_;
   int64_t slot_bytes_;
   Patience patience_;
-  const Watch& watch_;
+  Watch& watch_;
+  bool met_ = true;
   uint32_t base_ = 0;  // chunks of all operations before this one; wraps
 };
 

@@ -31,6 +31,12 @@ inline uint32_t load_ordered(const uint32_t& word) {
 inline void store_ordered(uint32_t& word, uint32_t value) {
   __atomic_store_n(&word, value, __ATOMIC_SEQ_CST);
 }
+inline uint64_t load_ordered(const uint64_t& word) {
+  return __atomic_load_n(&word, __ATOMIC_SEQ_CST);
+}
+inline void store_ordered(uint64_t& word, uint64_t value) {
+  __atomic_store_n(&word, value, __ATOMIC_SEQ_CST);
+}
 inline void store_release(uint32_t& word, uint32_t value) {
   __atomic_store_n(&word, value, __ATOMIC_RELEASE);
 }
@@ -70,6 +76,17 @@ struct Patience {
   int yields;
 };
 
+// Announces, while it lives, that a thread sleeps or is about to.
+struct Sleeper {
+  uint32_t& count;
+  explicit Sleeper(uint32_t& word) : count(word) {
+    __atomic_add_fetch(&count, 1, __ATOMIC_SEQ_CST);
+  }
+  ~Sleeper() { __atomic_sub_fetch(&count, 1, __ATOMIC_SEQ_CST); }
+  Sleeper(const Sleeper&) = delete;
+  Sleeper& operator=(const Sleeper&) = delete;
+};
+
 // Waits until the word of a peer reaches `target`. guard.check(sleeping) is called every so often,
 // also while polling; it throws on abort or past the deadline, and returns false if the peer is
 // gone. What a peer posted before it went still counts, so only a last look at the word decides
@@ -91,13 +108,7 @@ void wait_until(uint32_t& word, uint32_t target, uint32_t& sleepers, const Patie
     sched_yield();
     if (turn % 64 == 63) keep_waiting(false);
   }
-  struct Sleeper {
-    uint32_t& count;
-    explicit Sleeper(uint32_t& word) : count(word) {
-      __atomic_add_fetch(&count, 1, __ATOMIC_SEQ_CST);
-    }
-    ~Sleeper() { __atomic_sub_fetch(&count, 1, __ATOMIC_SEQ_CST); }
-  } sleeper(sleepers);
+  const Sleeper sleeper(sleepers);
   for (;;) {
     const uint32_t seen = load_ordered(word);
     if (reached(seen, target)) return;

@@ -994,6 +994,202 @@ void unused_stages_stay_behind() {
   }
 }
 
+// ---- messages -----------------------------------------------------------------------------------
+
+ShmConfig small_rings() {
+  ShmConfig config = small_slots(Streaming::kNever);
+  config.channel_bytes = 4096;
+  return config;
+}
+
+Message message_of(Operation operation, int peer, int32_t tag, Bytes& data) {
+  Message message;
+  message.operation = operation;
+  message.dtype = DType::kUInt8;
+  message.peer = peer;
+  message.tag = tag;
+  message.count = static_cast<int64_t>(data.size());
+  message.data = data.data();
+  return message;
+}
+
+void finish(const std::shared_ptr<Pending>& pending) {
+  if (!pending) return;
+  pending->wait(milliseconds(0));
+  if (auto exception = pending->exception()) std::rethrow_exception(exception);
+}
+
+Bytes letter(size_t bytes, int seed) {
+  Bytes data(bytes);
+  for (size_t at = 0; at < bytes; ++at) data[at] = static_cast<char>(at * 7 + seed * 31);
+  return data;
+}
+
+void messages_ping_pong() {
+  on_ranks(2, small_rings(), kPatient, [](ShmCommunicator& communicator) {
+    const int rank = communicator.rank();
+    for (int turn = 0; turn < 300; ++turn) {
+      const size_t bytes = static_cast<size_t>(turn * turn % 9001);
+      Bytes data = letter(bytes, turn), got(bytes);
+      const auto act = [&](bool sends) {
+        const Operation operation = sends ? Operation::kSend : Operation::kRecv;
+        finish(communicator.post(message_of(operation, 1 - rank, 0, sends ? data : got), nullptr));
+      };
+      act(rank == 0);
+      act(rank == 1);
+      check(got == data, concat("ping-pong ", turn));
+    }
+  });
+}
+
+// A step of a small generator, the same on all ranks.
+uint32_t next_random(uint32_t& state) { return state = state * 1664525 + 1013904223; }
+
+// Every rank posts its part of the same random list of messages, receives before or after sends,
+// and waits for all in another order. Of one sender and tag they must arrive in order.
+void messages_random() {
+  struct Letter {
+    int from, to;
+    int32_t tag;
+    size_t bytes;
+  };
+  for (uint32_t seed = 1; seed <= 6; ++seed)
+    on_ranks(3, small_rings(), kPatient, [seed](ShmCommunicator& communicator) {
+      uint32_t state = seed;
+      const auto random = [&state](uint32_t below) { return (next_random(state) >> 8) % below; };
+      std::deque<Bytes> sent, got, expected;
+      std::vector<std::shared_ptr<Pending>> pending;
+      std::vector<int> sources;
+      for (int number = 0; number < 200; ++number) {
+        const Letter letter{static_cast<int>(random(3)), static_cast<int>(random(3)),
+                            static_cast<int32_t>(random(3)),
+                            random(8) ? random(300) : random(20000)};
+        const Bytes data = ::letter(letter.bytes, number);
+        if (communicator.rank() == letter.from) {
+          sent.push_back(data);
+          pending.push_back(communicator.post(
+              message_of(Operation::kSend, letter.to, letter.tag, sent.back()), nullptr));
+          sources.push_back(-1);
+        }
+        if (communicator.rank() == letter.to) {
+          expected.push_back(data);
+          got.emplace_back(data.size());
+          pending.push_back(communicator.post(
+              message_of(Operation::kRecv, letter.from, letter.tag, got.back()), nullptr));
+          sources.push_back(letter.from);
+        }
+      }
+      uint32_t order = seed * 77 + static_cast<uint32_t>(communicator.rank());
+      for (size_t at = pending.size(); at > 1; --at) {
+        const size_t other = (next_random(order) >> 8) % at;
+        std::swap(pending[at - 1], pending[other]);
+        std::swap(sources[at - 1], sources[other]);
+      }
+      for (size_t at = 0; at < pending.size(); ++at) {
+        finish(pending[at]);
+        check(!pending[at] || pending[at]->source() == sources[at], "the source of a message");
+      }
+      check(got == expected, concat("random messages, seed ", seed));
+    });
+}
+
+// Threads of each rank exchange messages by tag, beside all-reduces, with callbacks that post, too.
+void messages_of_many_threads() {
+  on_ranks(2, small_rings(), kPatient, [](ShmCommunicator& communicator) {
+    const int rank = communicator.rank();
+    const auto owner = std::make_shared<int>(0);
+    std::atomic<int> called{0};
+    on_threads(4, [&](int thread) {
+      for (int turn = 0; turn < 40; ++turn) {
+        if (thread == 0) {
+          communicator.run(Request{});
+          continue;
+        }
+        const size_t bytes = turn % 3 == 0 ? 30000 : static_cast<size_t>(turn);
+        Bytes mine = letter(bytes, thread + turn + rank), got(bytes), other(1), extra(1);
+        const auto receive =
+            communicator.post(message_of(Operation::kRecv, kAnySource, thread, got), owner);
+        const auto send =
+            communicator.post(message_of(Operation::kSend, 1 - rank, thread, mine), owner);
+        std::atomic<bool> answered{false};
+        receive->on_done([&](std::exception_ptr) {
+          finish(
+              communicator.post(message_of(Operation::kSend, 1 - rank, 10 + thread, other), owner));
+          ++called;
+          answered = true;
+        });
+        finish(
+            communicator.post(message_of(Operation::kRecv, 1 - rank, 10 + thread, extra), owner));
+        while (!receive->is_done()) std::this_thread::yield();
+        finish(send);
+        while (!answered) std::this_thread::yield();
+        check(got == letter(bytes, thread + turn + 1 - rank), "a message of one of many threads");
+        check(receive->source() == 1 - rank, "its source");
+      }
+    });
+    check(called == 120, "every callback was called once");
+    communicator.run(Request{});
+    communicator.shutdown();
+    check(owner.use_count() == 1, "what messages kept alive is dropped");
+  });
+}
+
+// What nobody waits for is moved by the helper, and told to callbacks.
+void messages_that_nobody_waits_for() {
+  on_ranks(2, small_rings(), kPatient, [](ShmCommunicator& communicator) {
+    const int rank = communicator.rank();
+    for (int turn = 0; turn < 10; ++turn) {
+      Bytes mine = letter(50000, rank + turn), got(50000);
+      std::atomic<int> done{0};
+      const auto send = communicator.post(message_of(Operation::kSend, 1 - rank, 0, mine), nullptr);
+      const auto receive =
+          communicator.post(message_of(Operation::kRecv, 1 - rank, 0, got), nullptr);
+      for (const auto& each : {send, receive}) each->on_done([&](std::exception_ptr) { ++done; });
+      while (done < 2) std::this_thread::sleep_for(milliseconds(1));
+      check(got == letter(50000, 1 - rank + turn), "a message that nobody waited for");
+    }
+  });
+}
+
+// At any moment of an exchange, an abort or a destruction ends all messages of all ranks; some
+// learn of it only when they post.
+void messages_end() {
+  for (int turn = 0; turn < 30; ++turn)
+    on_ranks(3, small_rings(), kPatient, [turn](ShmCommunicator& communicator) {
+      const int rank = communicator.rank(), next = (rank + 1) % 3, last = (rank + 2) % 3;
+      const bool aborts = turn % 2 == 1;
+      const auto check_end = [&](const Outcome& outcome) {
+        check(outcome.kind == ErrorKind::kAborted ||
+                  (!aborts && outcome.kind == ErrorKind::kPeerDied),
+              concat("the end of a message: ", outcome.message));
+      };
+      Bytes mine(100000), got(100000), never(1);
+      std::vector<std::shared_ptr<Pending>> pending;
+      const Outcome posted = outcome_of([&] {
+        for (const Message& message : {message_of(Operation::kRecv, next, 5, never),
+                                       message_of(Operation::kSend, next, 0, mine),
+                                       message_of(Operation::kRecv, last, 0, got)})
+          pending.push_back(communicator.post(message, nullptr));
+      });
+      if (posted.threw) check_end(posted);
+      if (rank == turn % 3) {
+        std::this_thread::sleep_for(std::chrono::microseconds(50 * turn));
+        if (aborts) communicator.abort("in the middle");
+        if (!aborts) communicator.end();
+      }
+      for (const auto& each : pending) {
+        const Outcome outcome = outcome_of([&] { finish(each); });
+        check(outcome.threw || each != pending[0], "a message without its other half ends");
+        if (outcome.threw) check_end(outcome);
+      }
+      if (!posted.threw)
+        check_throws(ErrorKind::kAborted, "", "a message after the end", [&] {
+          for (int call = 0; call < 2; ++call)
+            communicator.post(message_of(Operation::kSend, rank, 0, never), nullptr);
+        });
+    });
+}
+
 void flags_reach() {
   for (const uint32_t target : {0u, 1u, 5u, 0x7fffffffu, 0x80000000u, 0xfffffffeu, 0xffffffffu}) {
     for (const uint32_t ahead : {0u, 1u, 1000u, 0x7fffffffu})
@@ -1108,6 +1304,11 @@ const Test kTests[] = {
     {"departures", departures},
     {"interrupts", interrupts},
     {"callbacks_and_keep_alive", callbacks_and_keep_alive},
+    {"messages_ping_pong", messages_ping_pong},
+    {"messages_random", messages_random},
+    {"messages_of_many_threads", messages_of_many_threads},
+    {"messages_that_nobody_waits_for", messages_that_nobody_waits_for},
+    {"messages_end", messages_end},
     {"barrier_orders_plain_memory", barrier_orders_plain_memory},
     {"several_communicators", several_communicators},
     {"automatic_streaming_and_latency", automatic_streaming_and_latency},
