@@ -45,8 +45,9 @@ class MpiEngine:
             case "reduce_scatter":
                 return partial(comm.Reduce_scatter_block, source, target)
             case "reduce":
-                pair = (MPI.IN_PLACE, target) if at_root else (target, None)
-                return partial(comm.Reduce, *pair, MPI.SUM, ROOT)
+                if at_root:
+                    return partial(comm.Reduce, MPI.IN_PLACE, target, MPI.SUM, ROOT)
+                return partial(comm.Reduce, target, None, MPI.SUM, ROOT)
             case "gather":
                 return partial(comm.Gather, source, target if at_root else None, ROOT)
             case "scatter":

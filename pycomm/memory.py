@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,9 +29,9 @@ def empty(
     ``size`` and ``dtype`` as in ``torch.empty``; ``group`` None is the default group. Raises InvalidArgument if the
     group's CPU backend is not pycomm, Error when this rank's heap (PYCOMM_HEAP_BYTES) is full.
     """
-    shape = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
+    shape: Any = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
     if not shared:
-        return torch.empty(shape, dtype=dtype)  # type: ignore[call-overload, no-any-return]
+        return torch.empty(shape, dtype=dtype)
     group = group or dist.group.WORLD
     backend = find_backend(group) if group is not None else None
     if backend is None:
@@ -39,4 +40,5 @@ def empty(
         )
     dtype = dtype or torch.get_default_dtype()
     flat = backend.allocate_tensor(math.prod(shape), dtype=dtype, device=torch.device("cpu"))
-    return flat.view(shape)  # type: ignore[no-any-return]
+    tensor: torch.Tensor = flat.view(shape)
+    return tensor

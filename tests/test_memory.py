@@ -23,6 +23,12 @@ windows = pytest.mark.skipif(
 )
 
 
+def world() -> Any:
+    """The default group."""
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
 def filled(count: int, rank: int, dtype: torch.dtype, shared: bool) -> torch.Tensor:
     """Integers that every dtype holds and whose sum over 4 ranks does not overflow."""
     tensor = pycomm.empty(count, dtype=dtype, shared=shared)
@@ -54,7 +60,8 @@ def check_in_place(r: int, n: int, count: int, dtype: torch.dtype) -> None:
     assert torch.equal(whole, torch.cat([filled(count, k, dtype, False) for k in range(n)]))
     output = torch.empty(count, dtype=dtype)
     SCATTER(output, filled(n * count, r, dtype, True))
-    expected = sum(filled(n * count, k, torch.float64, False) for k in range(n))
+    ranks = [filled(n * count, k, torch.float64, False) for k in range(n)]
+    expected = torch.stack(ranks).sum(0)
     assert torch.equal(output, expected[r * count : (r + 1) * count].to(dtype))
 
 
@@ -88,7 +95,7 @@ def mixed(r: int, n: int) -> None:
     assert (base[0] == -1).all()
     assert (base[2] == -1).all()
 
-    other = dist.new_group(list(range(n)), backend="pycomm")
+    other: Any = dist.new_group(list(range(n)), backend="pycomm")
     guest = pycomm.empty(50_001, shared=True).fill_(r + 1.0)
     dist.all_reduce(guest, group=other)
     assert (guest == n * (n + 1) / 2).all()
@@ -120,8 +127,10 @@ def allocation(r: int, n: int) -> None:
     assert [int(p[-1]) for p in pieces] == [*range(1, 50, 2), *(-k for k in range(50))]
     with pytest.raises(pycomm.Error, match="PYCOMM_HEAP_BYTES"):
         pycomm.empty(1 << 34, dtype=torch.int8, shared=True)
-    storage = dist.group.WORLD._get_backend(torch.device("cpu")).allocate_tensor(
-        7, dtype=torch.float64, device=torch.device("cpu")
+    storage = (
+        world()
+        ._get_backend(torch.device("cpu"))
+        .allocate_tensor(7, dtype=torch.float64, device=torch.device("cpu"))
     )
     assert storage.shape == (7,)
     assert storage.dtype == torch.float64
@@ -138,7 +147,7 @@ def test_shared_memory_needs_a_group() -> None:
 
 def new_window(tensor: torch.Tensor | None = None) -> Any:
     """torch's window of the default group."""
-    return dist.group.WORLD.new_window(tensor)
+    return world().new_window(tensor)
 
 
 def one_sided(r: int, n: int) -> None:

@@ -27,8 +27,11 @@ struct MessageHeader {
 // What travels in the header's own line.
 inline constexpr int64_t kInlineBytes = kLineBytes - sizeof(MessageHeader);
 // What is copied between two looks at the other end: shorter ones cost more flags, longer ones let
-// it wait.
-inline constexpr int64_t kPieceBytes = 64 << 10;
+// it wait. An eighth of the message, so that also of a short one most is copied by both at once.
+inline int64_t piece_bytes(int64_t message_bytes) {
+  const int64_t least = 8 << 10, most = 64 << 10;
+  return round_up(std::clamp(message_bytes / 8, least, most), kLineBytes);
+}
 // Of a message of which not even the header has been moved.
 inline constexpr int64_t kNotBegun = -1;
 
@@ -69,7 +72,8 @@ class ChannelWriter {
   // Writes the next piece of a message of which `moved` bytes are written, as far as there is
   // room, and publishes it. False if there was none. The message is complete when moved == bytes.
   bool write(const MessageHeader& header, const void* data, int64_t bytes, int64_t* moved) {
-    int64_t room = room_for(std::min(bytes + kLine, kPieceBytes));
+    const int64_t most = piece_bytes(bytes);
+    int64_t room = room_for(std::min(bytes + kLine, most));
     if (room == 0) return false;
     if (*moved == kNotBegun) {
       char* line = ring_.line(written_);
@@ -80,7 +84,7 @@ class ChannelWriter {
       room -= kLine;
     }
     // Room and pieces are whole lines, so only a message's last piece is rounded up.
-    const int64_t piece = std::min({bytes - *moved, room, kPieceBytes});
+    const int64_t piece = std::min({bytes - *moved, room, most});
     if (piece > 0) {
       ring_.put(written_, static_cast<const char*>(data) + *moved, piece);
       written_ += static_cast<uint64_t>(round_up(piece, kLine));
@@ -136,7 +140,7 @@ class ChannelReader {
       read_ += kLineBytes;
     }
     const int64_t arrived = static_cast<int64_t>(written_ - read_);
-    const int64_t piece = std::min({bytes - *moved, arrived, kPieceBytes});
+    const int64_t piece = std::min({bytes - *moved, arrived, piece_bytes(bytes)});
     if (piece > 0) {
       ring_.get(read_, static_cast<char*>(data) + *moved, piece);
       read_ += static_cast<uint64_t>(round_up(piece, kLineBytes));
