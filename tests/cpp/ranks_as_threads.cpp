@@ -901,6 +901,7 @@ void invalid_arguments() {
 
 class Deadline : public Watch {
  public:
+  void meet() override {}
   bool check_wait(int peer, bool) const override {
     PYCOMM_CHECK(Clock::now() < end_, kTimeout, "slots: waited too long for rank ", peer);
     return true;
@@ -973,7 +974,7 @@ void counters_wrap() {
       const auto segment = new_segment(world_size, small_slots(Streaming::kNever, 8));
       for (int rank = 0; rank < world_size; ++rank)
         for (Flag& stage : segment->area(rank).stages) stage.value = start;
-      const Deadline deadline;
+      Deadline deadline;
       on_threads(world_size, [&](int rank) {
         ShmSlots slots(*segment, rank, Patience{50, 200}, deadline);
         slots.advance(start);
@@ -985,7 +986,7 @@ void counters_wrap() {
 // A stage that no operation used for 2^31 chunks must not seem to lie ahead.
 void unused_stages_stay_behind() {
   const auto segment = new_segment(2, small_slots(Streaming::kNever));
-  const Deadline deadline;
+  Deadline deadline;
   for (int rank = 0; rank < 2; ++rank) {
     ShmSlots slots(*segment, rank, Patience{50, 200}, deadline);
     for (int part = 0; part < 3; ++part) slots.advance(1 << 30);
