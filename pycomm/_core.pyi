@@ -24,12 +24,28 @@ class Communicator:
         tensor: Any,
         op: str = "sum",
         *,
+        factor: float = 1.0,
         algorithm: str = "auto",
         timeout: timedelta | None = None,
         async_op: bool = False,
     ) -> Pending | None: ...
+    def reduce(
+        self,
+        tensor: Any,
+        root: int,
+        op: str = "sum",
+        *,
+        factor: float = 1.0,
+        timeout: timedelta | None = None,
+        async_op: bool = False,
+    ) -> Pending | None: ...
     def broadcast(
-        self, tensor: Any, root: int, *, timeout: timedelta | None = None, async_op: bool = False
+        self,
+        tensor: Any,
+        root: int,
+        *,
+        timeout: timedelta | None = None,
+        async_op: bool = False,
     ) -> Pending | None: ...
     def all_gather(
         self,
@@ -40,7 +56,48 @@ class Communicator:
         async_op: bool = False,
     ) -> Pending | None: ...
     def all_gather_single(
-        self, output: Any, input: Any, *, timeout: timedelta | None = None, async_op: bool = False
+        self,
+        output: Any,
+        input: Any,
+        *,
+        timeout: timedelta | None = None,
+        async_op: bool = False,
+    ) -> Pending | None: ...
+    def gather(
+        self,
+        outputs: Sequence[Any] | None,
+        input: Any,
+        root: int,
+        *,
+        timeout: timedelta | None = None,
+        async_op: bool = False,
+    ) -> Pending | None: ...
+    def gather_single(
+        self,
+        output: Any,
+        input: Any,
+        root: int,
+        *,
+        timeout: timedelta | None = None,
+        async_op: bool = False,
+    ) -> Pending | None: ...
+    def scatter(
+        self,
+        output: Any,
+        inputs: Sequence[Any] | None,
+        root: int,
+        *,
+        timeout: timedelta | None = None,
+        async_op: bool = False,
+    ) -> Pending | None: ...
+    def scatter_single(
+        self,
+        output: Any,
+        input: Any,
+        root: int,
+        *,
+        timeout: timedelta | None = None,
+        async_op: bool = False,
     ) -> Pending | None: ...
     def reduce_scatter(
         self,
@@ -48,6 +105,7 @@ class Communicator:
         inputs: Sequence[Any],
         op: str = "sum",
         *,
+        factor: float = 1.0,
         timeout: timedelta | None = None,
         async_op: bool = False,
     ) -> Pending | None: ...
@@ -57,12 +115,34 @@ class Communicator:
         input: Any,
         op: str = "sum",
         *,
+        factor: float = 1.0,
+        timeout: timedelta | None = None,
+        async_op: bool = False,
+    ) -> Pending | None: ...
+    def all_to_all(
+        self,
+        outputs: Sequence[Any],
+        inputs: Sequence[Any],
+        *,
+        timeout: timedelta | None = None,
+        async_op: bool = False,
+    ) -> Pending | None: ...
+    def all_to_all_single(
+        self,
+        output: Any,
+        input: Any,
+        output_counts: Sequence[int] | None = None,
+        input_counts: Sequence[int] | None = None,
+        *,
         timeout: timedelta | None = None,
         async_op: bool = False,
     ) -> Pending | None: ...
     def barrier(
         self, *, timeout: timedelta | None = None, async_op: bool = False
     ) -> Pending | None: ...
+    def monitored_barrier(
+        self, wait_all_ranks: bool = False, *, timeout: timedelta | None = None
+    ) -> None: ...
     @overload
     def send(
         self,

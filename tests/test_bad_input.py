@@ -83,7 +83,7 @@ def call_in_parts(call: Callable[..., Any], whole: slice, part: slice, gather: b
     return call(x[whole], x[part]) if gather else call(x[part], x[whole])
 
 
-SUM, MAX, BAND = dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.BAND
+AVG, MAX, BAND = dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.BAND
 UNKNOWN: Final = torch.float8_e4m3fnuz
 
 #: name: (call of (communicator, rank), words that its message has besides the rank).
@@ -96,18 +96,22 @@ WRONG: Final[dict[str, tuple[Callable[[Any, int], Any], tuple[str, ...]]]] = {
         lambda c, r: c.all_reduce(torch.empty(5, device="meta")),
         ("all_reduce", "meta"),
     ),
-    "sparse, dist": (
-        lambda c, r: dist.all_reduce(t5().to_sparse()),
-        ("all_reduce", "[5]", "sparse", "to_dense"),
+    "sparse, c10d": (  # torch's dispatcher refuses what comes from above
+        lambda c, r: backend().broadcast([t5().to_sparse()], dist.BroadcastOptions()),
+        ("broadcast", "[5]", "sparse", "to_dense"),
+    ),
+    "maximum of sparse, dist": (
+        lambda c, r: dist.all_reduce(t5().to_sparse(), MAX),
+        ("all_reduce", "sparse", "sum and avg, not max"),
     ),
     "sparse, communicator": (lambda c, r: c.all_reduce(t5().to_sparse()), ("all_reduce",)),
-    "sum of bool, dist": (
-        lambda c, r: dist.all_reduce(t5(torch.bool)),
-        ("all_reduce(count=5, dtype=bool, op=sum)", "not defined for bool"),
+    "average of bool, dist": (
+        lambda c, r: dist.all_reduce(t5(torch.bool), AVG),
+        ("all_reduce(count=5, dtype=bool, op=avg)", "not defined for bool"),
     ),
-    "sum of bool, communicator": (
-        lambda c, r: c.all_reduce(t5(torch.bool)),
-        ("all_reduce(count=5, dtype=bool, op=sum)", "not defined for bool"),
+    "average of bool, communicator": (
+        lambda c, r: c.all_reduce(t5(torch.bool), "avg"),
+        ("all_reduce(count=5, dtype=bool, op=avg)", "not defined for bool"),
     ),
     "max of complex, c10d": (
         lambda c, r: backend().allreduce([t5(torch.complex64)], MAX),
@@ -117,15 +121,15 @@ WRONG: Final[dict[str, tuple[Callable[[Any, int], Any], tuple[str, ...]]]] = {
         lambda c, r: c.all_reduce(t5(torch.complex128), "product"),
         ("all_reduce(count=5, dtype=complex128, op=product)", "not defined for complex128"),
     ),
-    "sum of float8, communicator": (
+    "band of float8, communicator": (
         lambda c, r: c.reduce_scatter_single(
-            t5(torch.float8_e5m2), torch.ones(10).to(torch.float8_e5m2)
+            t5(torch.float8_e5m2), torch.ones(10).to(torch.float8_e5m2), "band"
         ),
-        ("reduce_scatter(count=5, dtype=float8_e5m2, op=sum)", "not defined for float8_e5m2"),
+        ("reduce_scatter(count=5, dtype=float8_e5m2, op=band)", "not defined for float8_e5m2"),
     ),
-    "band, dist": (
-        lambda c, r: dist.all_reduce(t5(torch.int32), BAND),
-        ("all_reduce", "SUM, AVG, MIN, MAX and PRODUCT"),
+    "band of float32, dist": (
+        lambda c, r: dist.all_reduce(t5(), BAND),
+        ("all_reduce(count=5, dtype=float32, op=band)", "not defined for float32"),
     ),
     "unknown dtype, dist": (
         lambda c, r: dist.broadcast(t5(UNKNOWN), 0),
@@ -174,11 +178,11 @@ WRONG: Final[dict[str, tuple[Callable[[Any, int], Any], tuple[str, ...]]]] = {
     ),
     "short list, communicator": (
         lambda c, r: c.all_gather([t5()], t5()),
-        ("all_gather(count=5, dtype=float32)", "one tensor per rank, 2, not 1"),
+        ("all_gather(count=5, dtype=float32)", "2 outputs", "one per rank, not 1"),
     ),
     "long list, communicator": (
         lambda c, r: c.all_gather([t5(), t5(), t5()], t5()),
-        ("all_gather(count=5, dtype=float32)", "one tensor per rank, 2, not 3"),
+        ("all_gather(count=5, dtype=float32)", "2 outputs", "one per rank, not 3"),
     ),
     "short list, reduce_scatter, dist": (
         lambda c, r: dist.reduce_scatter(t5(), [t5()]),
@@ -186,19 +190,19 @@ WRONG: Final[dict[str, tuple[Callable[[Any, int], Any], tuple[str, ...]]]] = {
     ),
     "short list, reduce_scatter, communicator": (
         lambda c, r: c.reduce_scatter(t5(), [t5()]),
-        ("reduce_scatter(count=5", "one tensor per rank, 2, not 1"),
+        ("reduce_scatter(count=5", "2 inputs", "one per rank, not 1"),
     ),
-    "uneven list, dist": (
-        lambda c, r: dist.all_gather([t5(), torch.ones(4)], t5()),
-        ("all_gather", "[4]", "holds 4", "needs 5"),
+    "own part of another size, dist": (
+        lambda c, r: dist.all_gather([torch.ones(4), torch.ones(4)], t5()),
+        ("all_gather(count=5, dtype=float32)", "own part has 5 elements", "but 4 as output"),
     ),
-    "uneven list, communicator": (
-        lambda c, r: c.all_gather([t5(), torch.ones(4)], t5()),
-        ("all_gather", "4 elements", "need 5"),
+    "own part of another size, communicator": (
+        lambda c, r: c.all_gather([torch.ones(4), torch.ones(4)], t5()),
+        ("all_gather(count=5, dtype=float32)", "own part has 5 elements", "but 4 as output"),
     ),
     "list of other dtypes, communicator": (
         lambda c, r: c.all_gather([t5(), t5(torch.float64)], t5()),
-        ("all_gather", "float64 and float32"),
+        ("all_gather", "dtypes differ: float32 and float64"),
     ),
     "output too small, dist": (
         lambda c, r: gather_into_one(torch.ones(9), t5()),

@@ -1,143 +1,52 @@
 """Every collective against a reference that torch computes in the same process.
 
-One launch per world size runs a whole grid of sizes, dtypes, ops and algorithms. Inputs are small
-integers, so that sums and products are exact and results must be equal to the last bit; they repeat
-every PERIOD elements, a prime, so that an element that went to a wrong place is noticed.
+One launch per world size runs a whole grid of sizes, dtypes, ops and algorithms; `reference` says what goes in and must
+come out. `test_moves` has what gathers, scatters and exchanges, `test_bits` what the last bit depends on.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import G, run, td
+from harness import run, td
+from reference import (
+    ALGORITHMS,
+    COMPLEX,
+    DTYPES,
+    FLOAT8S,
+    OPS_OF,
+    REALS,
+    WORLDS,
+    all_gather_single,
+    edges,
+    expected,
+    factor,
+    finished,
+    noise,
+    past_a_slot,
+    pattern,
+    payload,
+    reduce_op,
+    reduce_scatter_single,
+    same,
+    spread,
+)
 
 import pycomm
 
-PERIOD: Final = 1009
-WORLDS: Final = (1, 2, 3, 4, 8)
 # Nothing, one element, an odd few, nearly 1024, past the eager limit of 16 KiB for all dtypes of
 # two bytes and more, and past a slot of 256 KiB for those of four.
 COUNTS: Final = (0, 1, 7, 1023, 9001, 100_003)
-
-INTS: Final = (
-    torch.int8,
-    torch.uint8,
-    torch.int16,
-    torch.uint16,
-    torch.int32,
-    torch.uint32,
-    torch.int64,
-    torch.uint64,
-)
-FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-REALS: Final = INTS + FLOATS
-COMPLEX: Final = (torch.complex64, torch.complex128)
-MOVED_ONLY: Final = (torch.bool, torch.float8_e4m3fn, torch.float8_e5m2)
-ALGORITHMS: Final = ("auto", "one_shot", "two_shot", "ring")
-OPS: Final = {
-    "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.AVG,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-    "product": dist.ReduceOp.PRODUCT,
-}
-
-
-def all_gather_single(*args: Any, **kwargs: Any) -> Any:
-    """torch's all-gather into one tensor, by the name that this torch has for it."""
-    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-    return getattr(dist, name)(*args, **kwargs)
-
-
-def reduce_scatter_single(*args: Any, **kwargs: Any) -> Any:
-    """torch's reduce-scatter of one tensor, by the name that this torch has for it."""
-    new = hasattr(dist, "reduce_scatter_single")
-    return getattr(dist, "reduce_scatter_single" if new else "reduce_scatter_tensor")(
-        *args, **kwargs
-    )
-
-
-# Inputs and references.
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """What a reference is computed in."""
-    if dtype in INTS:
-        return torch.int64
-    return dtype if dtype in (torch.float64, *COMPLEX) else torch.float32
-
-
-def pattern(rank: int, op: str, dtype: torch.dtype) -> torch.Tensor:
-    """One period of a rank's input: integers whose sum over 8 ranks fits all dtypes."""
-    i = torch.arange(PERIOD)
-    values = torch.where((i + rank) % 3 == 0, 2, 1) if op == "product" else (i * 7 + rank * 4) % 15
-    if dtype.is_signed:
-        values = torch.where((i + 2 * rank) % 5 == 0, -values, values)
-    if dtype.is_complex:
-        return torch.complex(values.double(), values.flip(0).double()).to(dtype)
-    return values.to(wide(dtype))
-
-
-def expected(n: int, op: str, dtype: torch.dtype) -> torch.Tensor:
-    """One period of the result: in rank order, in the wide type, rounded once."""
-    ranks = [pattern(rank, op, dtype) for rank in range(n)]
-    total = ranks[0].clone()
-    for other in ranks[1:]:
-        if op == "product":
-            total *= other
-        elif op in ("min", "max"):
-            total = getattr(torch, op + "imum")(total, other)
-        else:
-            total += other
-    if op == "avg":  # by parts: torch divides a complex number by n + 0i, which rounds otherwise
-        parts = torch.view_as_real(total) if dtype.is_complex else total
-        parts.div_(n, rounding_mode="trunc" if dtype in INTS else None)
-    return total.to(dtype)
-
-
-def spread(period: torch.Tensor, count: int) -> torch.Tensor:
-    """`count` elements that repeat `period`."""
-    return period.repeat(count // PERIOD + 1)[:count].clone()
-
-
-def noise(ranks: int) -> list[torch.Tensor]:
-    """Random bytes, other ones for each rank."""
-    return [
-        torch.randint(0, 256, (262_144 + 256,), dtype=torch.uint8, generator=G(rank))
-        for rank in range(ranks)
-    ]
-
-
-def payload(bank: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Random bits of any dtype: what is only moved must arrive as it was."""
-    raw = bank[: count * dtype.itemsize]
-    return (raw & 1 if dtype is torch.bool else raw.clone()).view(dtype)
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors have the same dtype, shape and bits."""
-    alike = a.dtype == b.dtype and a.shape == b.shape
-    return alike and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-
-
-def digest(t: torch.Tensor) -> str:
-    """The bits of a tensor in short, to compare them between ranks."""
-    return hashlib.sha256(t.view(torch.uint8).numpy().tobytes()).hexdigest()
-
-
-def finished(work: Any) -> None:
-    """Wait for what a call with async_op=True returned, which must be something."""
-    assert work is not None
-    work.wait()
+FEW_COUNTS: Final = (7, 9001, 100_003)
+CLASSIC: Final = ("sum", "avg", "min", "max", "product")
 
 
 # all_reduce
@@ -146,17 +55,20 @@ def finished(work: Any) -> None:
 def check_all_reduce(
     n: int, rank: int, dtypes: tuple[torch.dtype, ...], counts: tuple[int, ...]
 ) -> list[str]:
-    """The cells of the grid that are wrong."""
+    """The cells of the grid that are wrong; of the less usual ops and 8-bit floats, fewer are tried."""
     comm = pycomm.get_communicator()
     wrong = []
     for dtype in dtypes:
-        for op in OPS if dtype in REALS else ("sum", "avg"):
+        for op in OPS_OF[dtype]:
+            usual = op in CLASSIC and dtype not in FLOAT8S
             mine = spread(pattern(rank, op, dtype).to(dtype), max(counts))
             right = spread(expected(n, op, dtype), max(counts))
             for count in counts:
+                if not (usual or count in FEW_COUNTS or counts is not COUNTS):
+                    continue
                 for algorithm in ALGORITHMS:
                     t = mine[:count].clone()
-                    comm.all_reduce(t, op, algorithm=algorithm)
+                    comm.all_reduce(t, op, algorithm=algorithm, **factor(op, rank))
                     if not same(t, right[:count]):
                         wrong.append(f"{dtype} {op} {count} {algorithm}")
     return wrong
@@ -167,7 +79,7 @@ def test_all_reduce_grid(n: int) -> None:
     """Sizes x dtypes x ops x algorithms, through the Communicator, are right to the last bit."""
 
     def worker(rank: int, n: int) -> list[str]:
-        return check_all_reduce(n, rank, REALS + COMPLEX, COUNTS)
+        return check_all_reduce(n, rank, DTYPES, COUNTS)
 
     assert run(n, worker, wall=60) == [[]] * n
 
@@ -188,7 +100,7 @@ def test_all_reduce_through_tiny_slots(n: int, streaming: str) -> None:
     """Four slots of a page: chunk and shard ends, and waiting for free slots, at every algorithm."""
 
     def worker(rank: int, n: int) -> list[str]:
-        dtypes = (torch.int8, torch.float16, torch.float32, torch.complex128)
+        dtypes = (torch.int8, torch.float16, torch.float8_e5m2, torch.complex128)
         return check_all_reduce(n, rank, dtypes, (1023, 4097, 16_385, 33_333))
 
     env = {"PYCOMM_SLOT_BYTES": "4096", "PYCOMM_SLOTS": "4", "PYCOMM_STREAMING": streaming}
@@ -201,16 +113,89 @@ def test_all_reduce_through_dist(n: int) -> None:
 
     def worker(rank: int, n: int) -> list[str]:
         wrong = []
-        for dtype in REALS + COMPLEX:
-            for op in OPS if dtype in REALS else ("sum", "avg"):
+        for dtype in DTYPES:
+            for op in OPS_OF[dtype]:
                 for count in (0, 7, 20_011):
                     t = spread(pattern(rank, op, dtype).to(dtype), count)
-                    dist.all_reduce(t, OPS[op])
+                    dist.all_reduce(t, reduce_op(op, rank))
                     if not same(t, spread(expected(n, op, dtype), count)):
                         wrong.append(f"{dtype} {op} {count}")
         return wrong
 
     assert run(n, worker) == [[]] * n
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_reductions_at_the_limits(n: int) -> None:
+    """Counts around what travels beside the header, and around a slot, for elements of every width."""
+
+    def worker(rank: int, n: int) -> list[str]:
+        comm = pycomm.get_communicator()
+        wrong = []
+        for dtype in (torch.uint8, torch.float8_e4m3fn, torch.bfloat16, torch.float32, *COMPLEX):
+            slot = past_a_slot(dtype) - 5
+            mine, right = pattern(rank, "sum", dtype).to(dtype), expected(n, "sum", dtype)
+            for count in (*edges(dtype), *edges(dtype, n), slot - 1, slot, slot + 1):
+                t, u, p = spread(mine, count), spread(mine, count), torch.zeros(count).to(dtype)
+                comm.all_reduce(t)
+                comm.reduce(u, n - 1)
+                comm.reduce_scatter_single(p, spread(mine, n * count))
+                part = spread(right, n * count)[rank * count :][:count]
+                reduced = spread(right if rank == n - 1 else mine, count)
+                if not (same(t, spread(right, count)) and same(u, reduced) and same(p, part)):
+                    wrong.append(f"{dtype} {count}")
+        return wrong
+
+    assert run(n, worker) == [[]] * n
+
+
+@pytest.mark.parametrize("n", WORLDS)
+def test_reduce_to_every_root(n: int) -> None:
+    """The root gets the reduction, the others keep what they have; by both interfaces, sync and async."""
+
+    def worker(rank: int, n: int) -> list[str]:
+        comm = pycomm.get_communicator()
+        wrong, turn = [], 0
+        for dtype in DTYPES:
+            for op in OPS_OF[dtype]:
+                mine, right = pattern(rank, op, dtype).to(dtype), expected(n, op, dtype)
+                for count in (0, 1, 7, 9001) if op in CLASSIC else (7, 20_011):
+                    turn += 1
+                    root, later = turn % n, turn % 3 == 0
+                    before, after = spread(mine, count), spread(right, count)
+                    a, b = before.clone(), before.clone()
+                    works: list[Any] = [
+                        comm.reduce(a, root, op, async_op=later, **factor(op, rank)),
+                        dist.reduce(b, root, reduce_op(op, rank), async_op=later),
+                    ]
+                    for work in works if later else []:
+                        finished(work)
+                    wanted = after if rank == root else before
+                    if not (same(a, wanted) and same(b, wanted)):
+                        wrong.append(f"{dtype} {op} {count} root {root}")
+        return wrong
+
+    assert run(n, worker, wall=60) == [[]] * n
+
+
+def test_reduce_of_many_chunks_to_every_root() -> None:
+    """Many slots' worth to every root, through every way that a reduction to one rank can take."""
+
+    def worker(rank: int, n: int) -> list[str]:
+        comm = pycomm.get_communicator()
+        wrong = []
+        for dtype in (torch.float16, torch.int64, torch.complex64):
+            mine, right = pattern(rank, "avg", dtype).to(dtype), expected(n, "avg", dtype)
+            for count in (5000, 600_011):
+                for root in range(n):
+                    t = spread(mine, count)
+                    comm.reduce(t, root, "avg")
+                    if not same(t, spread(right if rank == root else mine, count)):
+                        wrong.append(f"{dtype} {count} root {root}")
+        return wrong
+
+    assert run(3, worker) == [[]] * 3
+    assert run(3, worker, env={"PYCOMM_SLOT_BYTES": "4096", "PYCOMM_SLOTS": "4"}) == [[]] * 3
 
 
 def test_shapes_survive_and_numpy_arrays_work() -> None:
@@ -244,7 +229,7 @@ def test_broadcast_from_every_root(n: int) -> None:
         comm = pycomm.get_communicator()
         bank = noise(n)
         wrong = []
-        for dtype in REALS + COMPLEX + MOVED_ONLY:
+        for dtype in DTYPES:
             for count in moved_counts(dtype):
                 for root in range(n):
                     right = payload(bank[root], count, dtype)
@@ -266,7 +251,7 @@ def test_all_gather_into_lists_and_single_tensors(n: int) -> None:
         comm = pycomm.get_communicator()
         bank = noise(n)
         wrong = []
-        for dtype in REALS + COMPLEX + MOVED_ONLY:
+        for dtype in DTYPES:
             for count in moved_counts(dtype):
                 mine = payload(bank[rank], count, dtype)
                 right = torch.cat([payload(bank[r], count, dtype) for r in range(n)])
@@ -307,18 +292,19 @@ def test_reduce_scatter_of_lists_and_single_tensors(n: int) -> None:
     def worker(rank: int, n: int) -> list[str]:
         comm = pycomm.get_communicator()
         wrong = []
-        for dtype in REALS + COMPLEX:
-            for op in OPS if dtype in REALS else ("sum", "avg"):
+        for dtype in DTYPES:
+            for op in OPS_OF[dtype]:
                 mine, right = pattern(rank, op, dtype).to(dtype), expected(n, op, dtype)
-                for count in (0, 1, 7, 1023, 30_011):
+                for count in (0, 1, 7, 1023, 30_011) if op in CLASSIC and n < 8 else (7, 9001):
                     whole = spread(mine, n * count)
                     part = spread(right, n * count)[rank * count : (rank + 1) * count]
                     parts = list(whole.split(count)) if count else [whole] * n
                     outs = [torch.zeros(count, dtype=dtype) for _ in range(4)]
-                    comm.reduce_scatter(outs[0], parts, op)
-                    dist.reduce_scatter(outs[1], parts, OPS[op])
-                    comm.reduce_scatter_single(outs[2], whole, op)
-                    reduce_scatter_single(outs[3], whole, OPS[op])
+                    torch_op, own = reduce_op(op, rank), factor(op, rank)
+                    comm.reduce_scatter(outs[0], parts, op, **own)
+                    dist.reduce_scatter(outs[1], parts, torch_op)
+                    comm.reduce_scatter_single(outs[2], whole, op, **own)
+                    reduce_scatter_single(outs[3], whole, torch_op)
                     bad = [i for i, out in enumerate(outs) if not same(out, part)]
                     if bad or not same(whole, spread(mine, n * count)):
                         wrong.append(f"{dtype} {op} {count} forms {bad}")
@@ -509,23 +495,47 @@ def test_sync_calls_queue_behind_async_ones() -> None:
 def random_call(comm: Any, rank: int, choice: random.Random) -> tuple[Any, Callable[[], bool]]:
     """Start an operation that `choice`, alike on all ranks, picks; and how to check its result."""
     n, count = comm.world_size, choice.choice((0, 1, 33, 1000, 4096, 5555, 20_000, 77_777))
-    dtype, op = choice.choice(REALS), choice.choice(tuple(OPS))
-    kind, root = choice.choice(("reduce", "broadcast", "gather", "scatter")), choice.randrange(n)
+    dtype, op = choice.choice(REALS), choice.choice(CLASSIC)
+    kinds = ("all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "all_to_all")
+    kind, root = choice.choice((*kinds, "reduce_scatter")), choice.randrange(n)
     algorithm, later = choice.choice(ALGORITHMS), choice.random() < 0.5
     mine, right = pattern(rank, op, dtype).to(dtype), expected(n, op, dtype)
-    if kind == "reduce":
+    inputs = [pattern(r, op, dtype).to(dtype) for r in range(n)]
+    if kind == "all_reduce":
         t = spread(mine, count)
         work = comm.all_reduce(t, op, algorithm=algorithm, async_op=later)
         return work, lambda: same(t, spread(right, count))
+    if kind == "reduce":
+        t = spread(mine, count)
+        work = comm.reduce(t, root, op, async_op=later)
+        return work, lambda: same(t, spread(right if rank == root else mine, count))
     if kind == "broadcast":
         t = spread(mine, count)
         work = comm.broadcast(t, root, async_op=later)
-        return work, lambda: same(t, spread(pattern(root, op, dtype).to(dtype), count))
-    if kind == "gather":
-        t = torch.zeros(n * count, dtype=dtype)
-        work = comm.all_gather_single(t, spread(mine, count), async_op=later)
-        parts = [spread(pattern(r, op, dtype).to(dtype), count) for r in range(n)]
-        return work, lambda: same(t, torch.cat(parts))
+        return work, lambda: same(t, spread(inputs[root], count))
+    if kind in ("all_gather", "gather"):
+        to_all = kind == "all_gather"
+        counts = [choice.choice((0, count)) for _ in range(n)]
+        outs = [torch.zeros(c, dtype=dtype) for c in counts]
+        part = spread(mine, counts[rank])
+        if to_all:
+            work = comm.all_gather(outs, part, async_op=later)
+        else:
+            work = comm.gather(outs if rank == root else None, part, root, async_op=later)
+        parts = [spread(inputs[r], counts[r]) for r in range(n)]
+        return work, lambda: not (to_all or rank == root) or all(map(same, outs, parts))
+    if kind == "scatter":
+        t = torch.zeros(count, dtype=dtype)
+        whole = spread(mine, n * count) if rank == root else None
+        work = comm.scatter_single(t, whole, root, async_op=later)
+        return work, lambda: same(t, spread(inputs[root], n * count)[rank * count :][:count])
+    if kind == "all_to_all":
+        matrix = [[choice.choice((0, 1, count)) for _ in range(n)] for _ in range(n)]
+        outs = [torch.zeros(matrix[r][rank], dtype=dtype) for r in range(n)]
+        sent = [spread(mine, c) for c in matrix[rank]]
+        work = comm.all_to_all(outs, sent, async_op=later)
+        got = [spread(inputs[r], matrix[r][rank]) for r in range(n)]
+        return work, lambda: all(map(same, outs, got))
     t = torch.zeros(count, dtype=dtype)
     work = comm.reduce_scatter_single(t, spread(mine, n * count), op, async_op=later)
     return work, lambda: same(t, spread(right, n * count)[rank * count :][:count])
@@ -693,84 +703,3 @@ def test_sequence_and_stats_count_operations() -> None:
     results = run(2, worker)
     assert results[0] == results[1]
     assert results[0][1:] == (2, 40, 2)
-
-
-# Bits
-
-
-def random_input(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Values of many magnitudes, so that the order of additions shows in the result."""
-    g = G(rank)
-    scale = torch.randint(-6, 7, (count,), generator=g).float()
-    return (torch.randn(count, generator=g) * torch.exp2(scale)).to(dtype)
-
-
-def in_rank_order(n: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """The float32 sum of all ranks' inputs, rank 0 first."""
-    total = random_input(0, count, dtype).float()
-    for rank in range(1, n):
-        total += random_input(rank, count, dtype).float()
-    return total
-
-
-def pieces(t: torch.Tensor, cut: int) -> Iterator[torch.Tensor]:
-    """The tensor in parts of `cut` elements."""
-    yield from t.split(cut)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("n", [2, 3, 4, 8])
-def test_bits_depend_on_neither_rank_nor_algorithm_nor_split(n: int, dtype: torch.dtype) -> None:
-    """Sums and averages are those in rank order, bit for bit, however the data is cut."""
-    count = 70_001
-
-    def worker(rank: int, n: int) -> list[str]:
-        comm = pycomm.get_communicator()
-        found = []
-        for op in ("sum", "avg"):
-            for algorithm in ALGORITHMS:
-                for cut in (count, 4099, 33_333):
-                    t = random_input(rank, count, dtype)
-                    for piece in pieces(t, cut):
-                        comm.all_reduce(piece, op, algorithm=algorithm)
-                    found.append(digest(t))
-        for op in ("sum", "avg"):
-            part = torch.zeros(count, dtype=dtype)
-            whole = random_input(rank, count, dtype).repeat(n)
-            comm.reduce_scatter_single(part, whole, op)
-            found.append(digest(part))
-        return found
-
-    total = in_rank_order(n, count, dtype)
-    right_sum, right_avg = digest(total.to(dtype)), digest((total / n).to(dtype))
-    right = [right_sum] * 12 + [right_avg] * 12 + [right_sum, right_avg]
-    assert run(n, worker, wall=60) == [right] * n
-
-
-def test_the_order_of_the_sum_shows_in_the_bits() -> None:
-    """The data of the test above would betray another order of additions."""
-    inputs = [random_input(rank, 70_001, torch.float32) for rank in range(3)]
-    forwards = inputs[0] + inputs[1] + inputs[2]
-    assert not torch.equal(forwards, inputs[1] + inputs[2] + inputs[0])
-
-
-@pytest.mark.parametrize("n", [2, 3])
-def test_nan_of_any_rank_wins_min_and_max_everywhere(n: int) -> None:
-    """A NaN, of either sign and on any rank, is the result of min and max on every rank."""
-
-    def worker(rank: int, n: int) -> list[str]:
-        comm = pycomm.get_communicator()
-        wrong = []
-        for dtype in FLOATS:
-            for op in ("min", "max"):
-                for algorithm in ALGORITHMS:
-                    for count in (2 * n + 1, 20_011):
-                        t = torch.full((count,), float(rank), dtype=dtype)
-                        t[rank], t[n + rank] = torch.nan, -torch.nan
-                        comm.all_reduce(t, op, algorithm=algorithm)
-                        rest = 0 if op == "min" else n - 1
-                        if not (t[: 2 * n].isnan().all() and (t[2 * n :] == rest).all()):
-                            wrong.append(f"{dtype} {op} {algorithm} {count}")
-        return wrong
-
-    assert run(n, worker) == [[]] * n

@@ -129,9 +129,18 @@ void C10dWork::mark(c10::ivalue::Future& future) const {
     future.markCompleted(c10::IValue(outputs_));
 }
 
+c10::intrusive_ptr<c10::ivalue::Future> C10dWork::future_so_far() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return future_;
+}
+
+// Who finds the work done finds its future done too: complete() marks it right after finish(). Not
+// before, since then a callback could not wait for the work.
 bool C10dWork::isCompleted() {
   if (driver_) driver_->is_done();
-  return Work::isCompleted();
+  if (!Work::isCompleted()) return false;
+  const auto future = future_so_far();
+  return !future || future->completed();
 }
 
 // True when it is complete.
@@ -157,6 +166,7 @@ bool C10dWork::wait(std::chrono::milliseconds timeout) {
                  c10d::opTypeToString(opType_), " ended before the operation, which goes on")));
     check_interrupt();
   }
+  if (const auto future = future_so_far()) future->wait();  // marked next, see isCompleted
   if (exception_) std::rethrow_exception(exception_);
   return true;
 }

@@ -82,6 +82,8 @@ class C10dWork : public c10d::Work {
  private:
   using Clock = std::chrono::steady_clock;
   bool wait_a_while(std::chrono::milliseconds at_most);
+  // Null if nobody has asked for it.
+  c10::intrusive_ptr<c10::ivalue::Future> future_so_far();
   void mark(c10::ivalue::Future& future) const;
   void tell_observers();
 

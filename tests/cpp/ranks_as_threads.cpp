@@ -21,6 +21,7 @@
 #include <utility>
 #include <vector>
 
+#include "../../csrc/algorithms/exchange.h"
 #include "../../csrc/algorithms/one_shot.h"
 #include "../../csrc/algorithms/ring.h"
 #include "../../csrc/algorithms/two_shot.h"
@@ -146,6 +147,8 @@ void put(DType dtype, char* to, double value) {
       return store(float_to_half(static_cast<float>(value)));
     case DType::kFloat32:
       return store(static_cast<float>(value));
+    case DType::kComplex64:
+      return store(std::pair<float, float>(static_cast<float>(value), static_cast<float>(-value)));
     default:
       std::abort();
   }
@@ -214,61 +217,114 @@ Bytes shifted(const Bytes& data, size_t by) {
 
 void append(Bytes& to, const Bytes& more) { to.insert(to.end(), more.begin(), more.end()); }
 
-enum class Form { kSingle, kList };
+enum class Form { kSingle, kList, kUneven };
+
+// Elements that rank `from` has for rank `to` in a call that asks for parts of request.count.
+// Uneven ones are 0, 1/2, 1 and 3/2 of that.
+int64_t part_of(const Request& request, Form form, int from, int to) {
+  if (form != Form::kUneven) return request.count;
+  if (request.operation == Operation::kAllGather) to = 0;
+  if (request.operation == Operation::kReduceScatter) from = 0;
+  return request.count * ((2 * from + to) % 4) / 2;
+}
+
+template <class Part, class Data>
+void cut(std::vector<Part>& parts, Data* data, const std::vector<int64_t>& counts,
+         int64_t element) {
+  for (const int64_t count : counts) {
+    parts.push_back({data, count});
+    data += count * element;
+  }
+}
 
 // `call.request` says what; fills in the buffers of `rank`. The call must not move afterwards.
 void prepare(Call& call, int rank, int world_size, Form form, bool in_place) {
   Request& request = call.request;
+  const Request asked = request;
   const DType dtype = request.dtype;
-  const int64_t count = request.count, bytes = request.bytes();
+  const int root = request.root;
   const size_t off = static_cast<size_t>(bytes_of(dtype));
   call.name = concat(describe(request), form == Form::kList ? " list" : "",
-                     in_place ? " in place" : "", " world ", world_size);
+                     form == Form::kUneven ? " uneven" : "", in_place ? " in place" : "", " world ",
+                     world_size);
   call.input_at = call.output_at = off;
+  const auto part = [&](int from, int to) { return part_of(asked, form, from, to); };
+  const auto message = [&](int from, int to, int64_t count) {
+    return contribution(dtype, ReduceOp::kSum, from, to, count);
+  };
   Bytes input;
-  int64_t output_bytes = bytes;
+  std::vector<int64_t> sends, receives;  // elements, where there are parts
+  bool has_output = true;
   switch (request.operation) {
+    case Operation::kReduce:
+      has_output = rank == root;
+      [[fallthrough]];
     case Operation::kAllReduce:
-      input = contribution(dtype, request.op, rank, 0, count);
-      call.expected = reduction(dtype, request.op, world_size, 0, count);
+      input = contribution(dtype, request.op, rank, 0, request.count);
+      if (has_output) call.expected = reduction(dtype, request.op, world_size, 0, request.count);
       break;
     case Operation::kBroadcast:
-      call.expected = contribution(dtype, ReduceOp::kSum, request.root, 0, count);
+      call.expected = message(root, 0, request.count);
       break;
+    case Operation::kGather:
+      has_output = rank == root;
+      [[fallthrough]];
     case Operation::kAllGather:
-      input = contribution(dtype, ReduceOp::kSum, rank, 0, count);
-      for (int peer = 0; peer < world_size; ++peer)
-        append(call.expected, contribution(dtype, ReduceOp::kSum, peer, 0, count));
-      output_bytes *= world_size;
+      request.count = part(rank, root);
+      input = message(rank, 0, request.count);
+      for (int peer = 0; has_output && peer < world_size; ++peer) {
+        receives.push_back(part(peer, root));
+        append(call.expected, message(peer, 0, receives.back()));
+      }
+      break;
+    case Operation::kScatter:
+      request.count = part(root, rank);
+      for (int peer = 0; rank == root && peer < world_size; ++peer) {
+        sends.push_back(part(root, peer));
+        append(input, message(root, peer, sends.back()));
+      }
+      call.expected = message(root, rank, request.count);
       break;
     case Operation::kReduceScatter:
-      for (int peer = 0; peer < world_size; ++peer)
-        append(input, contribution(dtype, request.op, rank, peer, count));
-      call.expected = reduction(dtype, request.op, world_size, rank, count);
+      request.count = part(0, rank);
+      for (int peer = 0; peer < world_size; ++peer) {
+        sends.push_back(part(0, peer));
+        append(input, contribution(dtype, request.op, rank, peer, sends.back()));
+      }
+      call.expected = reduction(dtype, request.op, world_size, rank, request.count);
+      break;
+    case Operation::kAllToAll:
+      request.count = 0;
+      for (int peer = 0; peer < world_size; ++peer) {
+        sends.push_back(part(rank, peer));
+        append(input, message(rank, peer, sends.back()));
+        request.count += sends.back();
+        receives.push_back(part(peer, rank));
+        append(call.expected, message(peer, rank, receives.back()));
+      }
       break;
     default:
       break;
   }
   call.input = shifted(input, off);
-  call.output = Bytes(off + static_cast<size_t>(output_bytes), '\x55');
+  call.output = Bytes(off + call.expected.size(), '\x55');
   char* output = call.output.data() + off;
-  if (request.operation == Operation::kBroadcast && rank == request.root)
+  if (request.operation == Operation::kBroadcast && rank == root)
     std::copy(call.expected.begin(), call.expected.end(), output);
-  if (in_place) {  // all_reduce only
+  const bool has_input = request.operation != Operation::kScatter;  // but parts, on the root
+  request.input = has_input ? call.input.data() + off : nullptr;
+  request.output = has_output ? output : nullptr;
+  if (in_place && has_output) {  // all_reduce and reduce only
     std::copy(input.begin(), input.end(), output);
     request.input = output;
-  } else {
-    request.input = call.input.data() + off;
   }
-  request.output = output;
-  if (form == Form::kSingle) return;
-  for (int peer = 0; peer < world_size; ++peer) {
-    const char* in = call.input.data() + off + peer * bytes;
-    if (request.operation == Operation::kReduceScatter)
-      request.inputs.push_back({in, count});
-    else
-      request.outputs.push_back({output + peer * bytes, count});
-  }
+  const bool only_lists = request.operation == Operation::kGather ||
+                          request.operation == Operation::kScatter ||
+                          request.operation == Operation::kAllToAll;
+  if (form == Form::kSingle && !only_lists) return;
+  const char* sent = call.input.data() + off;
+  cut(request.inputs, sent, sends, bytes_of(dtype));
+  cut(request.outputs, output, receives, bytes_of(dtype));
 }
 
 // ---- the grid: every operation, exact -----------------------------------------------------------
@@ -290,8 +346,10 @@ class Submitter {
     const uint64_t number = submitted_++;
     auto call = std::make_unique<Call>();
     call->request = request;
+    const bool reduces_whole =
+        request.operation == Operation::kAllReduce || request.operation == Operation::kReduce;
     prepare(*call, communicator_.rank(), communicator_.world_size(), form,
-            request.operation == Operation::kAllReduce && number % 2 == 0);
+            reduces_whole && number % 2 == 0);
     const bool async = number % 5 != 0;
     std::shared_ptr<Pending> pending = communicator_.submit(call->request, async, nullptr);
     check((pending != nullptr) == async, "submit returns a Pending for asynchronous calls only");
@@ -343,24 +401,51 @@ void grid_on_rank(ShmCommunicator& communicator) {
           request.algorithm = algorithm;
           submitter.submit(request);
         }
-        for (const Form form : {Form::kSingle, Form::kList})
+        for (const Form form : {Form::kSingle, Form::kList, Form::kUneven})
           submitter.submit(request_of(Operation::kReduceScatter, dtype, count, op), form);
+        Request request_to = request_of(Operation::kReduce, dtype, count, op);
+        request_to.root = static_cast<int>(count) % communicator.world_size();
+        submitter.submit(request_to);
       }
       for (int root = 0; root < communicator.world_size(); ++root) {
         Request request = request_of(Operation::kBroadcast, dtype, count);
         request.root = root;
         submitter.submit(request);
       }
-      for (const Form form : {Form::kSingle, Form::kList})
+      for (const Form form : {Form::kSingle, Form::kList, Form::kUneven})
         submitter.submit(request_of(Operation::kAllGather, dtype, count), form);
       submitter.submit(Request{});
     }
+}
+
+// What only moves data, of which the types differ by their width alone.
+void moves_on_rank(ShmCommunicator& communicator) {
+  Submitter submitter(communicator);
+  for (const DType dtype : {DType::kInt8, DType::kFloat16, DType::kComplex64})
+    for (const int64_t count : kCounts)
+      for (const Form form : {Form::kList, Form::kUneven}) {
+        for (const Operation operation : {Operation::kGather, Operation::kScatter})
+          for (int root = 0; root < communicator.world_size(); ++root) {
+            Request request = request_of(operation, dtype, count);
+            request.root = root;
+            submitter.submit(request, form);
+          }
+        submitter.submit(request_of(Operation::kAllToAll, dtype, count), form);
+        submitter.submit(request_of(Operation::kAllGather, dtype, count), form);
+        submitter.submit(request_of(Operation::kMonitoredBarrier, dtype, 0));
+      }
 }
 
 void grid() {
   for (const int world_size : {1, 2, 3, 4, 8})
     for (const Streaming streaming : {Streaming::kAlways, Streaming::kNever})
       on_ranks(world_size, small_slots(streaming), kPatient, grid_on_rank);
+}
+
+void moves() {
+  for (const int world_size : {1, 2, 3, 5})
+    for (const Streaming streaming : {Streaming::kAlways, Streaming::kNever})
+      on_ranks(world_size, small_slots(streaming), kPatient, moves_on_rank);
 }
 
 // Every instruction set that this machine has, on fewer cases.
@@ -506,6 +591,63 @@ void mismatches() {
           check_throws(ErrorKind::kAborted, "ended before", where + ", the call after",
                        [&] { communicator.run(Request{}); });
         });
+}
+
+// One rank has or expects another count than its peer; everybody notices, whoever the two are.
+void part_mismatches() {
+  for (const Operation operation : {Operation::kGather, Operation::kScatter, Operation::kAllToAll,
+                                    Operation::kAllGather, Operation::kReduceScatter})
+    for (const int64_t count : {100, 20000})
+      for (int odd = 0; odd < 3; ++odd)
+        on_ranks(3, small_slots(Streaming::kNever), kPatient, [&](ShmCommunicator& communicator) {
+          const int rank = communicator.rank();
+          Call call;
+          call.request = request_of(operation, DType::kFloat32, count);
+          call.request.root = 1;
+          prepare(call, rank, 3, Form::kUneven, false);
+          std::vector<float> longer(100000);  // what the odd rank sends or receives instead
+          if (rank == odd) {
+            Request& request = call.request;
+            const int peer = (rank + 1) % 3;
+            if (!request.inputs.empty())
+              request.inputs[static_cast<size_t>(peer)] = {longer.data(), 55555};
+            else if (!request.outputs.empty())
+              request.outputs[static_cast<size_t>(peer)] = {longer.data(), 55555};
+            else
+              request.input = request.output = longer.data(), request.count = 55555;
+            if (operation == Operation::kGather && rank != 1) request.output = nullptr;
+            if (operation == Operation::kScatter && rank != 1) request.input = nullptr;
+          }
+          const std::string where = concat("parts of ", name_of(operation), ", rank ", odd);
+          check_throws(ErrorKind::kMismatch, "disagree", where,
+                       [&] { communicator.run(call.request); });
+          check_throws(ErrorKind::kAborted, "ended before", where + ", the call after",
+                       [&] { communicator.run(Request{}); });
+        });
+}
+
+void monitored_barriers() {
+  for (const bool all : {false, true}) {
+    Gate late;
+    std::atomic<int> gave_up{0};
+    const std::shared_ptr<Segment> segment = new_segment(4, small_slots(Streaming::kNever));
+    on_threads(4, [&](int rank) {
+      ShmCommunicator communicator(segment, rank, kPatient);
+      Request request;
+      request.operation = Operation::kMonitoredBarrier;
+      request.wait_all_ranks = all;
+      for (int turn = 0; turn < 50; ++turn) communicator.run(request);
+      request.timeout = milliseconds(200);
+      if (rank == 1 || rank == 3) {
+        late.pass();
+        check(outcome_of([&] { communicator.run(request); }).threw, "a late rank gets an error");
+        return;
+      }
+      check_throws(ErrorKind::kTimeout, all ? "Ranks 1, 3 failed" : "Rank 1 failed",
+                   "a monitored barrier", [&] { communicator.run(request); });
+      if (++gave_up == 2) late.open();
+    });
+  }
 }
 
 void timeouts() {
@@ -683,11 +825,51 @@ void invalid_arguments() {
                    [&] { communicator.run(request); });
     };
     refuse("negative", [](Request& request) { request.count = -1; });
-    refuse("not defined", [](Request& request) { request.dtype = DType::kBool; });
+    refuse("not defined", [](Request& request) {
+      request.dtype = DType::kBool;
+      request.op = ReduceOp::kAvg;
+    });
     refuse("root", [](Request& request) { request.root = 2; });
     refuse("root", [](Request& request) { request.root = -1; });
     refuse("timeout", [](Request& request) { request.timeout = milliseconds(-1); });
-    refuse("one tensor per rank", [](Request& request) { request.inputs.resize(3); });
+    refuse("one per rank", [](Request& request) {
+      request.operation = Operation::kReduceScatter;
+      request.inputs.resize(3);
+    });
+    for (const Operation operation : {Operation::kGather, Operation::kScatter})
+      refuse("one per rank", [&](Request& request) {
+        request.operation = operation;
+        request.root = communicator.rank();
+      });
+    for (const Operation operation : {Operation::kGather, Operation::kScatter})
+      refuse("not the root", [&](Request& request) {
+        request.operation = operation;
+        request.root = 1 - communicator.rank();
+        request.inputs.resize(2);
+        request.outputs.resize(2);
+      });
+    refuse("own part", [&](Request& request) {
+      request.operation = Operation::kAllToAll;
+      request.inputs = {{data.data(), 4}, {data.data() + 4, 4}};
+      request.outputs = {{data.data() + 16, 5}, {data.data() + 32, 5}};
+    });
+    refuse("a part has -", [&](Request& request) {
+      request.operation = Operation::kAllToAll;
+      for (int peer = 0; peer < 2; ++peer) {
+        const int64_t count = peer == communicator.rank() ? 4 : -1;
+        request.inputs.push_back({data.data() + 8 * peer, count});
+        request.outputs.push_back({data.data() + 16 + 8 * peer, count});
+      }
+    });
+    refuse("only all_reduce", [](Request& request) {
+      request.operation = Operation::kReduce;
+      request.algorithm = Algorithm::kRing;
+    });
+    refuse("overlap", [&](Request& request) {
+      request.operation = Operation::kAllToAll;
+      request.inputs = {{data.data(), 8}, {data.data() + 8, 8}};
+      request.outputs = {{data.data() + 8, 8}, {data.data(), 8}};
+    });
     refuse("overlap", [&](Request& request) {
       request.operation = Operation::kAllGather;
       request.input = data.data() + 4;
@@ -719,6 +901,7 @@ void invalid_arguments() {
 
 class Deadline : public Watch {
  public:
+  void meet() override {}
   bool check_wait(int peer, bool) const override {
     PYCOMM_CHECK(Clock::now() < end_, kTimeout, "slots: waited too long for rank ", peer);
     return true;
@@ -727,6 +910,15 @@ class Deadline : public Watch {
 
  private:
   Clock::time_point end_ = Clock::now() + milliseconds(20000);
+};
+
+struct ConstPart {
+  const char* data;
+  int64_t count;
+};
+struct Part {
+  char* data;
+  int64_t count;
 };
 
 // Every algorithm over slots whose chunk counter passes 2^32 (or 2^31) in the middle of an
@@ -749,20 +941,30 @@ void algorithms_on_rank(ShmSlots& slots, bool stream) {
     all_reduce("ring", [](auto&&... arguments) { return ring_all_reduce(arguments...); });
 
     Bytes data = rank == 1 ? input : Bytes(input.size());
-    slots.advance(one_shot_broadcast(slots, math, data.data(), count, 1));
+    slots.advance(one_shot_gather(
+        slots, math, data.data(), [&](int peer) { return peer == 1 ? count : 0; },
+        [&](int peer) { return peer == 1 && rank != 1 ? data.data() : nullptr; }));
     check(data == contribution(dtype, ReduceOp::kSum, 1, 0, count), "broadcast, counters wrap");
 
     Bytes all(input.size() * static_cast<size_t>(world_size)), expected;
     const auto output_of = [&](int peer) { return all.data() + peer * input.size(); };
-    slots.advance(one_shot_all_gather(slots, math, input.data(), output_of, count));
+    slots.advance(
+        one_shot_gather(slots, math, input.data(), [&](int) { return count; }, output_of));
     for (int peer = 0; peer < world_size; ++peer)
       append(expected, contribution(dtype, ReduceOp::kSum, peer, 0, count));
     check(all == expected, "all_gather, counters wrap");
 
     Bytes part(input.size());
-    const auto input_of = [&](int) { return input.data(); };
-    slots.advance(two_shot_reduce_scatter(slots, math, input_of, part.data(), count));
+    const auto input_of = [&](int) { return ConstPart{input.data(), count}; };
+    slots.advance(two_shot_reduce_scatter(slots, math, input_of, part.data()));
     check(part == sum, "reduce_scatter, counters wrap");
+
+    std::fill(all.begin(), all.end(), '\0');
+    std::copy(input.begin(), input.end(), output_of(rank));
+    slots.advance(exchange(
+        slots, math, [&](int peer) { return ConstPart{input.data(), peer == rank ? 0 : count}; },
+        [&](int peer) { return Part{output_of(peer), peer == rank ? 0 : count}; }, count));
+    check(all == expected, "exchange, counters wrap");
   }
 }
 
@@ -772,7 +974,7 @@ void counters_wrap() {
       const auto segment = new_segment(world_size, small_slots(Streaming::kNever, 8));
       for (int rank = 0; rank < world_size; ++rank)
         for (Flag& stage : segment->area(rank).stages) stage.value = start;
-      const Deadline deadline;
+      Deadline deadline;
       on_threads(world_size, [&](int rank) {
         ShmSlots slots(*segment, rank, Patience{50, 200}, deadline);
         slots.advance(start);
@@ -784,7 +986,7 @@ void counters_wrap() {
 // A stage that no operation used for 2^31 chunks must not seem to lie ahead.
 void unused_stages_stay_behind() {
   const auto segment = new_segment(2, small_slots(Streaming::kNever));
-  const Deadline deadline;
+  Deadline deadline;
   for (int rank = 0; rank < 2; ++rank) {
     ShmSlots slots(*segment, rank, Patience{50, 200}, deadline);
     for (int part = 0; part < 3; ++part) slots.advance(1 << 30);
@@ -1096,6 +1298,8 @@ const Test kTests[] = {
     {"unused_stages_stay_behind", unused_stages_stay_behind},
     {"invalid_arguments", invalid_arguments},
     {"mismatches", mismatches},
+    {"part_mismatches", part_mismatches},
+    {"monitored_barriers", monitored_barriers},
     {"timeouts", timeouts},
     {"aborts", aborts},
     {"departures", departures},
@@ -1111,16 +1315,17 @@ const Test kTests[] = {
     {"automatic_streaming_and_latency", automatic_streaming_and_latency},
     {"instruction_sets", instruction_sets},
     {"grid", grid},
+    {"moves", moves},
 };
 
 }  // namespace
 
 // Runs all tests, or those that the arguments name.
 int main(int argc, char** argv) {
-  alarm(280);  // should a wait not end, the process does
   for (const Test& test : kTests) {
     const auto wanted = [&](const char* name) { return std::strcmp(name, test.name) == 0; };
     if (argc > 1 && std::none_of(argv + 1, argv + argc, wanted)) continue;
+    alarm(280);  // should a wait not end, the process does
     const int64_t before = passed;
     const auto began = Clock::now();
     test.run();
