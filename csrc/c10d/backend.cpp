@@ -426,7 +426,8 @@ void C10dBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool wai
 c10::intrusive_ptr<c10::ivalue::Future> average(const std::shared_ptr<Communicator>& communicator,
                                                 const at::Tensor& tensor, bool async) {
   return translated([&] {
-    Call call({communicator, nullptr}, Operation::kAllReduce, OpType::ALLREDUCE);
+    const Target target{communicator, nullptr};
+    Call call(target, Operation::kAllReduce, OpType::ALLREDUCE);
     call.set_dtype(tensor);
     call.request().op = ReduceOp::kAvg;
     call.request().input = call.request().output = call.output(tensor, tensor.numel());

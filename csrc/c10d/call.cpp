@@ -13,7 +13,9 @@ namespace {
 
 // ---- argument translation
 
-DType to_dtype(at::ScalarType type, const std::string& call) {
+// `call` makes the beginning of an error message, when it is needed.
+template <class Name>
+DType to_dtype(at::ScalarType type, Name&& call) {
   switch (type) {
     case at::kChar:
       return DType::kInt8;
@@ -51,11 +53,12 @@ DType to_dtype(at::ScalarType type, const std::string& call) {
       return DType::kFloat8E5M2;
     default:
       throw Error(ErrorKind::kInvalidArgument,
-                  concat(call, ": dtype ", c10::toString(type), " is not supported"));
+                  concat(call(), ": dtype ", c10::toString(type), " is not supported"));
   }
 }
 
-ReduceOp to_op(const c10d::ReduceOp& op, const std::string& call) {
+template <class Name>
+ReduceOp to_op(const c10d::ReduceOp& op, Name&& call) {
   switch (op) {
     case c10d::ReduceOp::SUM:
       return ReduceOp::kSum;
@@ -77,7 +80,7 @@ ReduceOp to_op(const c10d::ReduceOp& op, const std::string& call) {
       return ReduceOp::kPremulSum;
     default:
       throw Error(ErrorKind::kInvalidArgument,
-                  concat(call, ": unknown reduce op ", static_cast<int>(op.op_)));
+                  concat(call(), ": unknown reduce op ", static_cast<int>(op.op_)));
   }
 }
 
@@ -172,13 +175,13 @@ std::string Call::name() const {
 }
 
 void Call::set_dtype(const at::Tensor& tensor) {
-  request_.dtype = to_dtype(tensor.scalar_type(), name());
+  request_.dtype = to_dtype(tensor.scalar_type(), [this] { return name(); });
   request_.count = tensor.numel();
   dtype_ = tensor.scalar_type();
 }
 
 void Call::set_op(const c10d::ReduceOp& op) {
-  request_.op = to_op(op, name());
+  request_.op = to_op(op, [this] { return name(); });
   if (request_.op == ReduceOp::kPremulSum) request_.factor = factor_of(op, name());
 }
 

@@ -70,7 +70,7 @@ class Call {
   template <class Start>
   c10::intrusive_ptr<C10dWork> start(std::vector<at::Tensor> outputs, Start&& start);
 
-  const Target target_;
+  const Target& target_;  // the caller's
   const c10d::OpType type_;
   const uint64_t sequence_;
   Request request_;

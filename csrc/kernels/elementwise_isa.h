@@ -80,11 +80,12 @@ struct Reducer {
   // The last, incomplete pack goes through zero-padded copies of its sources.
   void tail(int64_t at) const {
     const size_t count = static_cast<size_t>(call.count - at);
-    alignas(kVectorBytes) char padded[kMaxRanks][kVectorBytes] = {};
+    alignas(kVectorBytes) char padded[kMaxRanks][kVectorBytes];
     alignas(kVectorBytes) char slot[kVectorBytes], output[kVectorBytes];
     const void* sources[kMaxRanks];
     for (int s = 0; s < call.num_sources; ++s) {
       const size_t bytes = s == 0 && call.first_is_partial ? sizeof(Acc) : sizeof(T);
+      __builtin_memset(padded[s], 0, kVectorBytes);
       __builtin_memcpy(padded[s], static_cast<const char*>(call.sources[s]) + at * bytes,
                        count * bytes);
       sources[s] = padded[s];
