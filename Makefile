@@ -13,7 +13,7 @@ SANITIZE := tests/cpp/run.sh
 
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: build demo test bench bench-peers lint format sanitize clean
+.PHONY: build demo test peer clients bench bench-peers lint format sanitize clean
 
 $(INSTALLED): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -31,6 +31,21 @@ demo: build
 
 test: build
 	$(BIN)/python -m pytest $(ARGS)
+
+# torch's own distributed tests, with pycomm in Gloo's place; all worlds run before a failure ends it.
+peer: build $(VENV)/.installed-peer
+	failed=0; for world in 2 3 4; do \
+	  $(BIN)/python tests/peer/torch_suite.py --world $$world --jobs 2 --out runs/peer/pycomm-$$world.jsonl $(ARGS) || failed=1; \
+	done; exit $$failed
+
+# Libraries that train through torch.distributed, on Gloo and on pycomm: the same losses and weights, to the bit.
+clients: build $(VENV)/.installed-clients
+	$(BIN)/python tests/peer/clients.py $(ARGS)
+
+# What only one goal needs is installed on demand.
+$(VENV)/.installed-%: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet $$($(BIN)/python tools/requirements.py $*)
+	touch $@
 
 bench: build
 	$(BIN)/python benchmarks/collectives.py $(ARGS)

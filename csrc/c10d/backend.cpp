@@ -1,5 +1,7 @@
 #include "backend.h"
 
+#include <ATen/record_function.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -109,6 +111,8 @@ WorkPtr C10dBackend::note(WorkPtr work) {
 }
 
 WorkPtr C10dBackend::in_sequence(std::vector<Call> calls, bool async, const Tensors& outputs) {
+  if (at::hasCallbacks())
+    for (size_t i = 1; i < calls.size(); ++i) calls[i].take_event_of(calls[i - 1]);
   std::vector<WorkPtr> works;
   for (size_t i = 0; i < calls.size(); ++i)
     works.push_back(calls[i].submit(async, {outputs.at(i)}));

@@ -1,6 +1,7 @@
 #include "call.h"
 
 #include <ATen/ATen.h>
+#include <ATen/record_function.h>
 
 #include <algorithm>
 #include <sstream>
@@ -151,13 +152,15 @@ const char* title_of(Operation operation) {
   return "pycomm";
 }
 
-// torch's older names for the forms with one tensor.
+// torch's names for the forms with one tensor, and Gloo's for any source.
 const char* title_of(Operation operation, c10d::OpType type) {
   switch (type) {
     case c10d::OpType::_ALLGATHER_BASE:
       return "pycomm:all_gather_into_tensor";
     case c10d::OpType::_REDUCE_SCATTER_BASE:
       return "pycomm:reduce_scatter_tensor";
+    case c10d::OpType::RECVANYSOURCE:
+      return "pycomm:recvAnySource";
     default:
       return title_of(operation);
   }
@@ -188,6 +191,7 @@ void Call::set_op(const c10d::ReduceOp& op) {
 // ---- tensors
 
 const void* Call::input(const at::Tensor& tensor, int64_t count) {
+  if (at::hasCallbacks()) sources_.push_back(tensor);
   return plain(tensor, count, false).const_data_ptr();
 }
 void* Call::output(const at::Tensor& tensor, int64_t count) {
@@ -299,11 +303,19 @@ at::Tensor Call::plain(const at::Tensor& tensor, int64_t count, bool written) {
 
 // ---- submission
 
+void Call::take_event_of(Call& earlier) {
+  std::vector<at::Tensor> both = earlier.profiled();
+  both.insert(both.end(), profiled().begin(), profiled().end());
+  sources_ = std::move(both);
+  earlier.has_event_ = false;
+}
+
 c10::intrusive_ptr<C10dWork> Call::make_work(std::vector<at::Tensor> outputs) {
-  const C10dWork::Description description{target_.communicator->rank(), type_,
-                                          title_of(request_.operation, type_), sequence_};
+  const C10dWork::Description description{
+      target_.communicator->rank(), type_,
+      has_event_ ? title_of(request_.operation, type_) : nullptr, sequence_};
   auto work =
-      c10::make_intrusive<C10dWork>(description, kept_, std::move(outputs), target_.observers);
+      c10::make_intrusive<C10dWork>(description, profiled(), std::move(outputs), target_.observers);
   if (target_.observers && target_.observers->any()) {
     Observers::Extensions claimed;
     const auto extra = target_.observers->claim_extensions(&claimed);

@@ -46,6 +46,9 @@ class Call {
   void split_input(const at::Tensor& tensor, const std::vector<int64_t>& splits);
   void split_output(const at::Tensor& tensor, const std::vector<int64_t>& splits);
 
+  // In profiles, calls that torch sees as one are one event: this call's, with the tensors of both.
+  void take_event_of(Call& earlier);
+
   // A call can be submitted once.
   c10::intrusive_ptr<C10dWork> submit(bool async, std::vector<at::Tensor> outputs);
   // The same for a message instead of the request, of the one tensor that was given.
@@ -64,6 +67,8 @@ class Call {
   };
   static void write_back(const std::vector<Copy>& copies);
   static std::exception_ptr outcome_of_write_back(const std::vector<Copy>& copies);
+  // What profiles show, as for Gloo: the inputs or, of an operation in place, its tensor.
+  const std::vector<at::Tensor>& profiled() const { return sources_.empty() ? kept_ : sources_; }
   at::Tensor plain(const at::Tensor& tensor, int64_t count, bool written);
   std::vector<int64_t> lengths(const at::Tensor& tensor, const std::vector<int64_t>& splits) const;
   c10::intrusive_ptr<C10dWork> make_work(std::vector<at::Tensor> outputs);
@@ -76,7 +81,9 @@ class Call {
   Request request_;
   std::chrono::milliseconds timeout_{0};
   at::ScalarType dtype_ = at::kFloat;
-  std::vector<at::Tensor> kept_;  // alive until the operation is done
+  std::vector<at::Tensor> kept_;     // alive until the operation is done
+  std::vector<at::Tensor> sources_;  // while something profiles: what went in
+  bool has_event_ = true;
   std::vector<Copy> copies_;
   std::vector<Written> written_;
 };

@@ -57,7 +57,7 @@ class C10dWork : public c10d::Work {
   struct Description {
     int rank;
     c10d::OpType type;
-    const char* title;  // in profiles: "pycomm:all_reduce"
+    const char* title;  // in profiles: "pycomm:all_reduce"; null for none
     uint64_t sequence;
   };
   C10dWork(const Description& description, const std::vector<at::Tensor>& profiled,

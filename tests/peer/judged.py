@@ -1,0 +1,80 @@
+"""What of torch's suite is run, and what may fail: the one table behind the runner and EXPECTED.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+NAMES_FILE: Final = Path(__file__).with_name("gloo_passes.txt")
+#: Tests that torch opens to MPI only. Gloo has no all_to_all of lists of tensors; pycomm has.
+ALL_TO_ALL: Final = (
+    "test_all_to_all",
+    "test_all_to_all_complex",
+    "test_all_to_all_full_group",
+    "test_all_to_all_group",
+)
+#: Those of them that need the group of ranks 1 and 2.
+ALL_TO_ALL_GROUP: Final = "test_all_to_all_group"
+
+#: Verdicts that leave the runner's status at 0.
+GOOD: Final = ("pass", "expected failure")
+
+
+@dataclass(frozen=True)
+class Exempt:
+    """A test that is expected to fail with a backend, and why; a pass is then an error of this table."""
+
+    test: str
+    backend: str
+    reason: str
+    evidence: str
+
+
+_GLOO: Final = (
+    "Gloo has no all_to_all of lists; torch skips the test for it",
+    "this runner takes the skip away and Gloo refuses the call",
+)
+
+EXEMPT: Final = (
+    Exempt(
+        "test_ddp_logging_data_cpu",
+        "pycomm",
+        "torch's C++ DDP logger knows the names of its own backends only: it writes `custom` where the test "
+        "wants the backend's name",
+        "Gloo under another name (`register_backend` with a creator of ProcessGroupGloo) fails it alike",
+    ),
+    *(Exempt(test, "gloo", *_GLOO) for test in ALL_TO_ALL),
+)
+
+
+def listed(world: int) -> list[str]:
+    """The names to run with so many ranks, in order."""
+    names = set(ALL_TO_ALL)
+    if world < 3:
+        names.remove(ALL_TO_ALL_GROUP)
+    for line in NAMES_FILE.read_text().splitlines():
+        name, *worlds = line.split()
+        if name != "#" and str(world) in worlds:
+            names.add(name)
+    return sorted(names)
+
+
+def exempt(test: str, backend: str) -> Exempt | None:
+    """The exemption of a test with a backend, if it has one."""
+    found = [entry for entry in EXEMPT if (entry.test, entry.backend) == (test, backend)]
+    return found[0] if found else None
+
+
+def verdict(test: str, backend: str, status: str) -> str:
+    """A status seen against what is expected; those in GOOD are as they should be."""
+    if exempt(test, backend) is None:
+        return status
+    return {"fail": "expected failure", "pass": "unexpected pass"}.get(status, status)
+
+
+def exempt_table() -> str:
+    """The exemptions as the Markdown table of EXPECTED.md."""
+    rows = ["| test | fails with | reason | evidence |", "|---|---|---|---|"]
+    rows += [f"| `{e.test}` | {e.backend} | {e.reason} | {e.evidence} |" for e in EXEMPT]
+    return "\n".join(rows) + "\n"
