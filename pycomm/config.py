@@ -29,7 +29,7 @@ class Config:
     """Settings of this process. A field ``x`` is read from ``PYCOMM_X``."""
 
     slot_bytes: int = _setting(
-        256 * 1024, "Bytes of a slot, the largest chunk of a tensor in flight; a multiple of 4096."
+        128 * 1024, "Bytes of a slot, the largest chunk of a tensor in flight; a multiple of 4096."
     )
     slots: int = _setting(8, "Slots per rank; a power of two, at least 4.")
     streaming: str = _setting(

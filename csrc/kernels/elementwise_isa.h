@@ -17,6 +17,10 @@ namespace PYCOMM_ISA {
 #include "functors.h"
 #include "pack.h"
 
+// How far ahead sources are fetched: the hardware's own prefetching starts anew with every page.
+// Worth 6 % of an all-reduce of 64 MiB, and nothing in the caches.
+inline constexpr int64_t kPrefetchBytes = 4096;
+
 template <class T, ReduceOp kOp>
 struct Reducer {
   using Acc = typename Accumulator<T, kOp>::type;
@@ -74,7 +78,12 @@ struct Reducer {
 
   template <int kSources>
   void body(int64_t end) const {
-    for (int64_t at = 0; at < end; at += kLanes) finish_and_store(accumulate<kSources>(at), at);
+    for (int64_t at = 0; at < end; at += kLanes) {
+      for (int s = 0; s < kSources; ++s)
+        __builtin_prefetch(static_cast<const T*>(call.sources[s]) + at +
+                           kPrefetchBytes / static_cast<int64_t>(sizeof(T)));
+      finish_and_store(accumulate<kSources>(at), at);
+    }
   }
 
   // The last, incomplete pack goes through zero-padded copies of its sources.
@@ -126,6 +135,8 @@ PYCOMM_ALWAYS_INLINE int64_t copy_blocks(char* to, const char* from, int64_t byt
   constexpr int kBlocks = 128 / sizeof(Block), kBytes = sizeof(Block);
   int64_t at = 0;
   for (; at + 128 <= bytes; at += 128) {
+    for (int line = 0; line < 2; ++line)
+      __builtin_prefetch(from + at + line * kLineBytes + kPrefetchBytes);
     Block blocks[kBlocks];
     for (int b = 0; b < kBlocks; ++b) blocks[b] = load_unaligned<Block>(from + at + b * kBytes);
     for (int b = 0; b < kBlocks; ++b) {

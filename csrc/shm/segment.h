@@ -17,7 +17,7 @@ enum class Streaming : uint32_t { kAuto, kNever, kAlways };
 
 // Chosen by rank 0, stored in the segment, read by all: ranks can never disagree on it.
 struct ShmConfig {
-  int64_t slot_bytes = 256 << 10;
+  int64_t slot_bytes = 128 << 10;
   int32_t slots =
       8;  // a power of two, since chunk numbers wrap; at least 4, the depth of the pipelines
   int32_t spin_polls = -1;            // polls before yielding; -1: by cores
