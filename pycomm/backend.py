@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 
-from pycomm.config import config
+from pycomm.config import Config, config
 from pycomm.errors import Error, InvalidArgument, TimeoutError
 from pycomm.extension import c10d, core
 
@@ -35,25 +35,28 @@ class Store(Protocol):
 
 
 def create_communicator(
-    store: Store, rank: int, world_size: int, timeout: timedelta = timedelta(minutes=30)
+    store: Store,
+    rank: int,
+    world_size: int,
+    timeout: timedelta = timedelta(minutes=30),
+    settings: Config | None = None,
 ) -> Communicator:
     """Collective: the communicator of ``world_size`` ranks on this host that share ``store``.
 
     A store serves one communicator; put a ``PrefixStore`` before it for a second. Rank 0 offers a shared segment and
-    publishes where; the others fetch it. ``timeout`` bounds the rendezvous and, later, every operation's waits. Raises
-    TimeoutError naming the ranks that did not come, Error if a rank is on another host.
+    publishes where; the others fetch it. ``timeout`` bounds the rendezvous and, later, every operation's waits.
+    ``settings`` of rank 0 hold for all ranks; None takes those of the environment. Raises TimeoutError naming the ranks that did not come, Error if a rank is on another host.
     """
     if not 0 <= rank < world_size:
         raise InvalidArgument(f"rank {rank} is not in a world of {world_size}")
     if rank == 0:
-        return _offer(store, world_size, timeout)
+        return _offer(store, world_size, timeout, settings or config())
     offer = _fetch_offer(store, rank, world_size, timeout)
     return core.join_shm(offer, rank, timeout)
 
 
-def _offer(store: Store, world_size: int, timeout: timedelta) -> Communicator:
+def _offer(store: Store, world_size: int, timeout: timedelta, settings: Config) -> Communicator:
     """Rank 0's half; a failure is published too, so that nobody waits for an offer that cannot come."""
-    settings = config()
     try:
         offer = core.ShmOffer(
             world_size,

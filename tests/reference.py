@@ -141,7 +141,7 @@ def edges(dtype: torch.dtype, share: int = 1) -> tuple[int, ...]:
 
 
 def past_a_slot(dtype: torch.dtype) -> int:
-    """A count of more than 256 KiB."""
+    """A count of more than a slot of 128 KiB."""
     return 262_144 // dtype.itemsize + 5
 
 

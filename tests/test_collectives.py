@@ -43,7 +43,7 @@ from reference import (
 import pycomm
 
 # Nothing, one element, an odd few, nearly 1024, past the eager limit of 16 KiB for all dtypes of
-# two bytes and more, and past a slot of 256 KiB for those of four.
+# two bytes and more, and past a slot of 128 KiB for those of four.
 COUNTS: Final = (0, 1, 7, 1023, 9001, 100_003)
 FEW_COUNTS: Final = (7, 9001, 100_003)
 CLASSIC: Final = ("sum", "avg", "min", "max", "product")

@@ -1,6 +1,6 @@
-// Which algorithm a message takes: the one table of thresholds.
+// Which way a message takes: the one place of thresholds.
 //
-// Measured with benchmarks/collectives.py on 2 and 4 ranks; README records the machine.
+// `python benchmarks/thresholds.py` measures them on a machine; README records ours.
 #pragma once
 
 #include <cstdint>
@@ -25,6 +25,12 @@ inline Algorithm choose_all_reduce(Algorithm asked, int64_t bytes) {
     if (bytes <= threshold.up_to_bytes) return threshold.algorithm;
   return Algorithm::kTwoShot;
 }
+
+// Flag latency between ranks above which slots are written past the caches. Where cores share no
+// cache, ordinary slot writes are several times slower than streaming ones; else they are faster.
+// Flags tell the two apart: 30-60 ns (near) and 185-235 ns (far) on a Zen 4, but 125-170 ns between
+// cores of one Sapphire Rapids socket, where ordinary writes still win by 1.2.
+inline constexpr uint32_t kFarLatencyNs = 175;
 
 // From this size on, what an operation moves will hardly be found in the caches by whoever reads it
 // next, so outputs are written past them: that saves reading each line before it is written (1.3 to

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <chrono>
 
+#include "../algorithms/choose.h"
 #include "shm_communicator.h"
 
 namespace pycomm {
@@ -9,11 +10,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Where cores share no cache, temporal slot writes are several times slower than streaming ones;
-// else they are faster. Flags tell the two apart: 30-60 ns (near) and 185-235 ns (far) on a Zen 4,
-// but 125-170 ns between cores of one Sapphire Rapids socket, where temporal writes still win
-// by 1.2.
-constexpr uint32_t kFarLatencyNs = 175;
 // The fastest batch of round trips counts: the others were disturbed.
 constexpr int kProbeBatches = 5;
 constexpr int kRoundsPerBatch = 12;
