@@ -45,7 +45,8 @@ def create_communicator(
 
     A store serves one communicator; put a ``PrefixStore`` before it for a second. Rank 0 offers a shared segment and
     publishes where; the others fetch it. ``timeout`` bounds the rendezvous and, later, every operation's waits.
-    ``settings`` of rank 0 hold for all ranks; None takes those of the environment. Raises TimeoutError naming the ranks that did not come, Error if a rank is on another host.
+    ``settings`` of rank 0 hold for all ranks; None takes those of the environment. Raises TimeoutError naming the
+    ranks that did not come, Error if a rank is on another host.
     """
     if not 0 <= rank < world_size:
         raise InvalidArgument(f"rank {rank} is not in a world of {world_size}")
@@ -66,6 +67,7 @@ def _offer(store: Store, world_size: int, timeout: timedelta, settings: Config) 
             spin_polls=settings.spin_polls,
             heap_bytes=min(settings.heap_bytes, MOST_HEAP_BYTES // world_size // 4096 * 4096),
             channel_bytes=settings.channel_bytes,
+            single_copy=settings.single_copy == "auto",
         )
     except Error as error:
         store.set(OFFER_KEY, f"error {error}")

@@ -48,6 +48,11 @@ class Config:
         512 * 1024,
         "Bytes of the ring that holds one rank's messages to another; a power of two, at least 4096.",
     )
+    single_copy: str = _setting(
+        "auto",
+        "Whether ranks read each other's private tensors of 16 KiB to 4 MiB directly: auto (if the kernel lets "
+        "all of them), never.",
+    )
     ddp_overlap: str = _setting(
         "auto",
         "Whether DDP's buckets travel while backward goes on, on a thread of their own: "
@@ -85,6 +90,7 @@ class Config:
     def __post_init__(self) -> None:
         for name, allowed in {
             "streaming": ("auto", "never", "always"),
+            "single_copy": ("auto", "never"),
             "ddp_overlap": ("auto", "0", "1"),
         }.items():
             if getattr(self, name) not in allowed:

@@ -16,6 +16,12 @@ from harness import G
 
 from pycomm.extension import core
 
+#: Four slots of a page, and nothing that goes around them: for tests of chunks.
+TINY_SLOTS: Final = {
+    "PYCOMM_SLOT_BYTES": "4096",
+    "PYCOMM_SLOTS": "4",
+    "PYCOMM_SINGLE_COPY": "never",
+}
 PERIOD: Final = 1009
 WORLDS: Final = (1, 2, 3, 4, 8)
 ALGORITHMS: Final = ("auto", "one_shot", "two_shot", "ring")

@@ -94,7 +94,7 @@ def test_bits_depend_on_neither_rank_nor_algorithm_nor_split(
         return found
 
     right = {f"{t} {op}": {digest(in_rank_order(n, op, t))} for t in dtypes for op in OPS}
-    env = {"PYCOMM_SLOT_BYTES": slot_bytes}
+    env = {"PYCOMM_SLOT_BYTES": slot_bytes, "PYCOMM_SINGLE_COPY": slot_bytes and "never"}
     assert run(n, worker, wall=60, env=env) == [right] * n
 
 

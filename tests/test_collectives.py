@@ -24,6 +24,7 @@ from reference import (
     FLOAT8S,
     OPS_OF,
     REALS,
+    TINY_SLOTS,
     WORLDS,
     all_gather_single,
     edges,
@@ -103,7 +104,7 @@ def test_all_reduce_through_tiny_slots(n: int, streaming: str) -> None:
         dtypes = (torch.int8, torch.float16, torch.float8_e5m2, torch.complex128)
         return check_all_reduce(n, rank, dtypes, (1023, 4097, 16_385, 33_333))
 
-    env = {"PYCOMM_SLOT_BYTES": "4096", "PYCOMM_SLOTS": "4", "PYCOMM_STREAMING": streaming}
+    env = TINY_SLOTS | {"PYCOMM_STREAMING": streaming}
     assert run(n, worker, env=env, wall=60) == [[]] * n
 
 
@@ -195,7 +196,7 @@ def test_reduce_of_many_chunks_to_every_root() -> None:
         return wrong
 
     assert run(3, worker) == [[]] * 3
-    assert run(3, worker, env={"PYCOMM_SLOT_BYTES": "4096", "PYCOMM_SLOTS": "4"}) == [[]] * 3
+    assert run(3, worker, env=TINY_SLOTS) == [[]] * 3
 
 
 def test_shapes_survive_and_numpy_arrays_work() -> None:
@@ -565,7 +566,7 @@ def test_random_sequences(n: int, slots: str) -> None:
         comm.barrier()
         return wrong
 
-    env = {"PYCOMM_SLOT_BYTES": "4096", "PYCOMM_SLOTS": slots}
+    env = TINY_SLOTS | {"PYCOMM_SLOTS": slots}
     assert run(n, worker, env=env) == [[]] * n
 
 
@@ -612,7 +613,7 @@ def test_more_ranks_than_cores_and_slots() -> None:
         comm.all_gather_single(gathered, part)
         return [*results, bool((gathered == n * (n + 1) / 2).all())]
 
-    env = {"PYCOMM_SLOT_BYTES": "4096", "PYCOMM_SLOTS": "4"}
+    env = TINY_SLOTS
     assert run(16, worker, env=env) == [[True] * 9] * 16
 
 

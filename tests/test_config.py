@@ -35,6 +35,7 @@ def test_values_are_read_with_their_types() -> None:
         "PYCOMM_SPIN_POLLS": "-1",
         "PYCOMM_HEAP_BYTES": "4096",
         "PYCOMM_CHANNEL_BYTES": "65536",
+        "PYCOMM_SINGLE_COPY": "never",
         "PYCOMM_DDP_OVERLAP": "0",
     }
     assert Config.from_environment(environment) == Config(
@@ -44,6 +45,7 @@ def test_values_are_read_with_their_types() -> None:
         spin_polls=-1,
         heap_bytes=4096,
         channel_bytes=65536,
+        single_copy="never",
         ddp_overlap="0",
     )
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from harness import attempt, run
 from reference import (
     DTYPES,
+    TINY_SLOTS,
     WORLDS,
     all_gather_single,
     edges,
@@ -206,7 +207,7 @@ def test_all_to_all_in_uneven_parts(n: int, slot_bytes: str | None) -> None:
                     wrong.append(f"{dtype} {counts} forms {bad}")
         return wrong
 
-    env = {"PYCOMM_SLOT_BYTES": slot_bytes, "PYCOMM_SLOTS": slot_bytes and "4"}
+    env = TINY_SLOTS if slot_bytes else None
     assert run(n, worker, wall=60, env=env) == [[]] * n
 
 
@@ -245,7 +246,7 @@ def test_gathers_and_scatters_of_uneven_parts(n: int, slot_bytes: str | None) ->
                     wrong.append(f"{dtype} {counts} root {root} forms {bad}")
         return wrong
 
-    env = {"PYCOMM_SLOT_BYTES": slot_bytes, "PYCOMM_SLOTS": slot_bytes and "4"}
+    env = TINY_SLOTS if slot_bytes else None
     assert run(n, worker, wall=60, env=env) == [[]] * n
 
 
@@ -276,7 +277,7 @@ def test_reduce_scatter_of_uneven_parts(n: int, slot_bytes: str | None) -> None:
                     wrong.append(f"{dtype} {counts} forms {bad}")
         return wrong
 
-    env = {"PYCOMM_SLOT_BYTES": slot_bytes, "PYCOMM_SLOTS": slot_bytes and "4"}
+    env = TINY_SLOTS if slot_bytes else None
     assert run(n, worker, wall=60, env=env) == [[]] * n
 
 

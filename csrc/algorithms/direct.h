@@ -1,8 +1,9 @@
-// direct: every rank's tensor is in shared memory, so nothing is copied into slots.
+// direct: ranks use each other's tensors without slots: mapped ones in place (memory(rank)), others
+// by copying out of them (read(rank, offset, to, bytes)).
 //
-// memory(rank): that rank's tensor. All ranks have entered, so all tensors are ready to be read; a
-// rank leaves when all have done their part, since until then its own is read or written by others.
-// The whole operation is one "chunk" that carries no data.
+// All ranks have entered, so all tensors are ready to be read; a rank leaves when all have done
+// their part, since until then its own is read or written by others. The whole operation is one
+// "chunk" that carries no data.
 #pragma once
 
 #include <algorithm>
@@ -19,6 +20,35 @@ int64_t leave_together(Slots& slots) {
   for (int peer = 0; peer < slots.world_size(); ++peer)
     if (peer != slots.rank()) slots.await(peer, Stage::kDrained, 0);
   return 1;
+}
+
+// Memory for blocks of other ranks' tensors; small enough to stay in the cache.
+struct Scratch {
+  char* data;
+  int64_t bytes;
+};
+
+// Calls reduce(sources, at, n) for the blocks of `count` elements that begin at byte `offset` of
+// all tensors: sources are this rank's own tensor and copies of the others'.
+template <class Slots, class Math, class Read, class Reduce>
+void reduce_blocks(Slots& slots, const Math& math, Read&& read, const char* own, int64_t offset,
+                   int64_t count, Scratch scratch, Reduce&& reduce) {
+  const int rank = slots.rank(), world_size = slots.world_size();
+  const int64_t line = static_cast<int64_t>(kLineBytes), bytes = math.element_bytes();
+  const int64_t room = scratch.bytes / std::max(world_size - 1, 1) / line * line;
+  const Chunks blocks{count, room / bytes};
+  for (int64_t block = 0; block < blocks.number(); ++block) {
+    const int64_t begin = offset + blocks.begin(block) * bytes, n = blocks.count_of(block);
+    const char* sources[kMaxRanks];
+    char* copy = scratch.data;
+    for (int peer = 0; peer < world_size; ++peer) {
+      sources[peer] = peer == rank ? own + begin : copy;
+      if (peer == rank) continue;
+      read(peer, begin, copy, n * bytes);
+      copy += room;
+    }
+    reduce(sources, blocks.begin(block), n);
+  }
 }
 
 // In place, and the least traffic there can be: every rank reduces its shard of all tensors and
@@ -69,16 +99,51 @@ int64_t direct_reduce_scatter(Slots& slots, const Math& math, Memory&& memory, c
   return leave_together(slots);
 }
 
-// output(rank): where that rank's count(rank) elements go here, null if they are not wanted.
-template <class Slots, class Math, class Memory, class Outputs, class Counts>
-int64_t direct_gather(Slots& slots, const Math& math, Memory&& memory, Outputs&& output,
-                      Counts&& count) {
-  for (int step = 0; step < slots.world_size(); ++step) {
-    const int peer = (slots.rank() + step) % slots.world_size();
-    char* to = output(peer);
-    if (to && count(peer) > 0) math.copy_to_output(to, memory(peer), count(peer));
+// The same for tensors that have to be copied. `scratch` holds a block of every other rank's part.
+template <class Slots, class Math, class Read>
+int64_t copied_reduce_scatter(Slots& slots, const Math& math, Read&& read, const char* input,
+                              int64_t offset, char* output, int64_t count, Scratch scratch) {
+  reduce_blocks(slots, math, read, input, offset, count, scratch,
+                [&](const char* const* sources, int64_t at, int64_t n) {
+                  math.reduce_to_output(sources, output + at * math.element_bytes(), n);
+                });
+  return leave_together(slots);
+}
+
+// In place, in two shots: every rank reduces its shard, then all copy the finished shards.
+template <class Slots, class Math, class Read>
+int64_t copied_all_reduce(Slots& slots, const Math& math, Read&& read, char* data, int64_t count,
+                          Scratch scratch) {
+  const int rank = slots.rank(), world_size = slots.world_size();
+  const int64_t bytes = math.element_bytes();
+  const Shard mine = shard_of(count, world_size, rank, math.granule());
+  reduce_blocks(slots, math, read, data, mine.begin * bytes, mine.count, scratch,
+                [&](const char* const* sources, int64_t at, int64_t n) {
+                  math.reduce_all(sources, nullptr, data + (mine.begin + at) * bytes, n);
+                });
+  slots.post(Stage::kReduced, 0);
+  for (int step = 1; step < world_size; ++step) {
+    const int owner = (rank + step) % world_size;
+    const Shard s = shard_of(count, world_size, owner, math.granule());
+    slots.await(owner, Stage::kReduced, 0);
+    if (s.count > 0) read(owner, s.begin * bytes, data + s.begin * bytes, s.count * bytes);
   }
   return leave_together(slots);
+}
+
+// output(rank): where that rank's bytes(rank) bytes go here, null if they are not wanted. Ranks
+// whose tensor nobody reads may leave first.
+template <class Slots, class Read, class Outputs, class Sizes>
+int64_t direct_gather(Slots& slots, Read&& read, Outputs&& output, Sizes&& bytes) {
+  const int rank = slots.rank(), world_size = slots.world_size();
+  for (int step = 0; step < world_size; ++step) {
+    const int peer = (rank + step) % world_size;
+    char* to = output(peer);
+    if (to && bytes(peer) > 0) read(peer, 0, to, bytes(peer));
+  }
+  if (bytes(rank) > 0) return leave_together(slots);
+  slots.post(Stage::kDrained, 0);
+  return 1;
 }
 
 }  // namespace pycomm

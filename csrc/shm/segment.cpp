@@ -29,12 +29,12 @@ int64_t heads_bytes(int world_size) {
   return round_up(world_size * world_size * static_cast<int64_t>(sizeof(ChannelHead)), kPageBytes);
 }
 
+}  // namespace
+
 uint64_t random_word() {
   std::random_device device;
   return (static_cast<uint64_t>(device()) << 32) | device();
 }
-
-}  // namespace
 
 int64_t Segment::area_offset(int rank) const {
   return round_up(sizeof(SegmentHead), kPageBytes) + rank * round_up(sizeof(RankArea), kPageBytes);

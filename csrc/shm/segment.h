@@ -23,7 +23,8 @@ struct ShmConfig {
   int32_t spin_polls = -1;            // polls before yielding; -1: by cores
   int64_t channel_bytes = 512 << 10;  // ring of a pair of ranks' messages; a power of two
   Streaming streaming = Streaming::kAuto;
-  int64_t heap_bytes = 0;  // address space per rank for shared tensors (heap.h)
+  int64_t heap_bytes = 0;   // address space per rank for shared tensors (heap.h)
+  int32_t single_copy = 1;  // whether to read other ranks' private memory, if all can
 };
 
 // A word that one rank writes and others wait for. Atomic by the accessors of wait.h.
@@ -44,6 +45,7 @@ struct OperationHeader {
   int32_t root;
   uint32_t has_parts;  // whether `parts` below holds the counts, in place of `count`
   double factor;       // of this rank's contribution to a premul_sum
+  uint64_t address;    // of the tensor, for its own process
   int64_t place;       // 1 + offset in this rank's heap of the tensor that peers may use, or 0
 };
 
@@ -51,6 +53,7 @@ struct OperationHeader {
 struct Parts {
   int64_t sends[kMaxRanks];
   int64_t receives[kMaxRanks];
+  uint64_t addresses[kMaxRanks];  // of what is sent, for its own process
 };
 
 // An operation's header, and behind it as much data as fits: a short message travels with its
@@ -68,7 +71,10 @@ struct RankArea {
   Flag latency_probe;
   Announcement announcements[2];  // operation s uses s % 2: see ShmCommunicator::meet
   Flag departed;                  // 1 once the rank has left in good order
-  Flag doorbell;                  // counts what happened to a sleeping rank's messages
+  Flag reads_peers;               // 1: it cannot read some peer's memory; 2: it can
+  uint64_t probe_word;            // a random word, and where else in its process it lies
+  uint64_t probe_address;
+  Flag doorbell;  // counts what happened to a sleeping rank's messages
   int32_t pid;
   uint64_t pid_namespace;  // inode; a pid means nothing in another one
   uint32_t flag_latency_ns;
@@ -96,6 +102,9 @@ struct SegmentHead {
   ShmConfig config;
   AbortRecord abort;
 };
+
+// Cannot be guessed.
+uint64_t random_word();
 
 // A mapping of the segment. Owns the mapping, not the descriptor.
 class Segment {

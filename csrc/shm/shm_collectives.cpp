@@ -33,6 +33,11 @@ struct OutputPart {
 
 }  // namespace
 
+// Whether what a rank sends can be read from its private memory.
+bool ShmCommunicator::reaches(int64_t bytes) const {
+  return single_copy_ && is_single_copy_size(bytes);
+}
+
 void ShmCommunicator::dispatch(const Request& request) {
   fill_header(request);
   switch (request.operation) {
@@ -89,10 +94,13 @@ void ShmCommunicator::all_reduce(const Request& request) {
   if (request.algorithm == Algorithm::kAuto && all_are_shared()) {
     const auto memory = [this](int peer) { return shared_tensor(peer); };
     const Math math = math_for(request, false);
-    return slots_.advance(request.operation == Operation::kReduce
-                              ? direct_reduce(slots_, math, memory, count, request.root)
-                              : direct_all_reduce(slots_, math, memory, count));
+    return advance_directly(request.operation == Operation::kReduce
+                                ? direct_reduce(slots_, math, memory, count, request.root)
+                                : direct_all_reduce(slots_, math, memory, count));
   }
+  if (request.operation == Operation::kAllReduce && input == output && copies_once(request))
+    return advance_directly(
+        copied_all_reduce(slots_, math_for(request, false), reader(), output, count, scratch()));
   const Math math = chunked_math(request);
   switch (algorithm) {
     case Algorithm::kOneShot:
@@ -139,9 +147,13 @@ void ShmCommunicator::reduce_scatter(const Request& request) {
   announce();
   if (!meets_later(request)) meet();
   if (all_are_shared())
-    return slots_.advance(direct_reduce_scatter(
+    return advance_directly(direct_reduce_scatter(
         slots_, math_for(request, false), [this](int peer) { return shared_tensor(peer); }, output,
         request.count * real.components));
+  if (request.inputs.empty() && copies_once(request))
+    return advance_directly(copied_reduce_scatter(
+        slots_, math_for(request, false), reader(), bytes_at(request.input),
+        rank() * request.bytes(), output, request.count * real.components, scratch()));
   slots_.advance(two_shot_reduce_scatter(slots_, chunked_math(request), input_of, output));
 }
 
@@ -160,11 +172,10 @@ void ShmCommunicator::broadcast(const Request& request) {
   announce();
   if (!root || !meets_later(request)) meet();
   const int64_t count = request.count * real_view(request.dtype).components;
-  if (is_shared(request.root))
-    return slots_.advance(direct_gather(
-        slots_, math_for(request, false), [this](int peer) { return shared_tensor(peer); },
-        [&](int peer) { return peer == request.root && !root ? data : nullptr; },
-        [count](int) { return count; }));
+  if (is_shared(request.root) || copies_once(request))
+    return advance_directly(direct_gather(
+        slots_, reader(), [&](int peer) { return peer == request.root && !root ? data : nullptr; },
+        [&](int peer) { return peer == request.root ? bytes : 0; }));
   slots_.advance(one_shot_gather(
       slots_, chunked_math(request), data,
       [&](int peer) { return peer == request.root ? count : 0; },
@@ -192,25 +203,28 @@ void ShmCommunicator::gather(const Request& request) {
     return even ? request.count : announcement_of(peer).header.count;
   };
   const auto is_eager = [&](int peer) { return count_at(peer) * element <= kEagerBytes; };
-  const auto count_of = [&](int peer) {  // that does not travel eagerly
-    return is_eager(peer) ? 0 : count_at(peer) * components;
+  // A sender that is neither eager nor can be reached goes through slots.
+  const auto is_reached = [&](int peer) {
+    return !is_eager(peer) && (is_shared(peer) || reaches(count_at(peer) * element));
   };
-  bool any = false, all_shared = true;
+  bool any_reached = false, any_in_chunks = false;
   for (int peer = 0; peer < world_size(); ++peer) {
-    if (is_eager(peer)) {
-      if (wanted)
-        copy(output_of(peer), announcement_of(peer).payload, count_at(peer) * element, false);
-    } else {
-      any = true;
-      all_shared = all_shared && is_shared(peer);
-    }
+    any_reached |= is_reached(peer);
+    any_in_chunks |= !is_eager(peer) && !is_reached(peer);
+    if (is_eager(peer) && wanted)
+      copy(output_of(peer), announcement_of(peer).payload, count_at(peer) * element, false);
   }
-  if (!any) return;
-  slots_.advance(all_shared
-                     ? direct_gather(
-                           slots_, math_for(request, false),
-                           [this](int peer) { return shared_tensor(peer); }, output_of, count_of)
-                     : one_shot_gather(slots_, chunked_math(request), input, count_of, output_of));
+  if (any_in_chunks)
+    slots_.advance(one_shot_gather(
+        slots_, chunked_math(request), input,
+        [&](int peer) {
+          return is_eager(peer) || is_reached(peer) ? 0 : count_at(peer) * components;
+        },
+        output_of));
+  if (any_reached)
+    advance_directly(direct_gather(slots_, reader(), output_of, [&](int peer) {
+      return is_reached(peer) ? count_at(peer) * element : 0;
+    }));
 }
 
 // ---- other data for everybody
@@ -244,19 +258,26 @@ void ShmCommunicator::all_to_all(const Request& request) {
 
   if (output_of(me) != input_of(me))
     copy(output_of(me), input_of(me), sent(me, me) * element, false);
-  bool eager[kMaxRanks];
+  bool eager[kMaxRanks], reached[kMaxRanks];
+  bool any_reached = false;
   int64_t most = 0;  // elements in chunks between any two ranks
   for (int from = 0; from < world_size(); ++from) {
     eager[from] = offset(from, world_size()) <= kEagerBytes;
+    reached[from] = reaches(offset(from, world_size()));
+    any_reached |= reached[from];
     if (eager[from] && from != me)
       copy(output_of(from), announcement_of(from).payload + offset(from, me),
            sent(from, me) * element, false);
-    for (int to = 0; !eager[from] && to < world_size(); ++to)
+    if (reached[from] && from != me)
+      read_memory(from, announcement_of(from).parts.addresses[me], output_of(from),
+                  sent(from, me) * element);
+    for (int to = 0; !eager[from] && !reached[from] && to < world_size(); ++to)
       if (to != from) most = std::max(most, sent(from, to) * components);
   }
+  if (any_reached) advance_directly(leave_together(slots_));
   if (most == 0) return;
   const auto in_chunks = [&](int from, int to) {
-    return from == to || eager[from] ? 0 : sent(from, to) * components;
+    return from == to || eager[from] || reached[from] ? 0 : sent(from, to) * components;
   };
   slots_.advance(exchange(
       slots_, chunked_math(request),
@@ -316,6 +337,7 @@ void ShmCommunicator::fill_header(const Request& request) {
   header.has_parts = request.needs_table();
   header.factor = request.factor;
   header.place = place_of(request);
+  header.address = reinterpret_cast<uint64_t>(request.input);
   if (header.has_parts) write_parts(request);
 }
 
@@ -358,7 +380,8 @@ bool ShmCommunicator::all_are_shared() {
 // factors and places are not needed, and no latency is measured.
 bool ShmCommunicator::meets_later(const Request& request) {
   const OperationHeader& mine = announcement_of(rank()).header;
-  if (mine.has_parts || mine.place != 0 || request.op == ReduceOp::kPremulSum || probe_is_due())
+  if (mine.has_parts || mine.place != 0 || request.op == ReduceOp::kPremulSum || probe_is_due() ||
+      copies_once(request))
     return false;
   slots_.meet_later();
   return true;
@@ -371,6 +394,8 @@ void ShmCommunicator::write_parts(const Request& request) {
     const auto input = [&] { return request.inputs[peer].count; };
     const auto output = [&] { return request.outputs[peer].count; };
     const int64_t with_root = peer == request.root ? request.count : 0;
+    if (!request.inputs.empty())
+      parts.addresses[peer] = reinterpret_cast<uint64_t>(request.inputs[peer].data);
     switch (request.operation) {
       case Operation::kGather:
         parts.sends[peer] = with_root;

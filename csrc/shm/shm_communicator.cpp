@@ -31,6 +31,8 @@ ShmCommunicator::ShmCommunicator(std::shared_ptr<Segment> segment, int rank,
   mine.pid = Liveness::own_pid();
   mine.pid_namespace = Liveness::own_pid_namespace();
   sched_getaffinity(0, sizeof mine.cores, &mine.cores);
+  probe_word_ = mine.probe_word = random_word();
+  mine.probe_address = reinterpret_cast<uint64_t>(&probe_word_);
   execute(Request{});  // after it, what every rank wrote of itself can be read
   cpu_set_t cores;
   CPU_ZERO(&cores);
@@ -46,6 +48,7 @@ ShmCommunicator::ShmCommunicator(std::shared_ptr<Segment> segment, int rank,
   const int polls = segment_->head().config.spin_polls;
   if (polls >= 0) patience_.spin_polls = polls;
   slots_.set_patience(patience_);
+  find_single_copy();
   messenger_ = std::make_shared<Messenger>(segment_, rank, patience_, liveness_,
                                            [this](ErrorKind kind, const std::string& message) {
                                              failed_ = true;

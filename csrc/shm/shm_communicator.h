@@ -6,7 +6,9 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
+#include "../algorithms/direct.h"
 #include "../algorithms/math.h"
 #include "../communicator.h"
 #include "../error.h"
@@ -85,6 +87,21 @@ class ShmCommunicator : public Communicator, private Watch {
   Math chunked_math(const Request& request);
   bool meets_later(const Request& request);
 
+  // Other ranks' private memory, by single copies.
+  void find_single_copy();
+  bool copies_once(const Request& request) const;
+  bool reaches(int64_t bytes) const;
+  // For algorithms: copies out of the tensor that a rank's header names.
+  auto reader() {
+    return [this](int peer, int64_t offset, char* to, int64_t bytes) {
+      read_tensor(peer, offset, to, bytes);
+    };
+  }
+  void read_tensor(int peer, int64_t offset, char* to, int64_t bytes);
+  void read_memory(int peer, uint64_t from, char* to, int64_t bytes);
+  void advance_directly(int64_t chunks);
+  Scratch scratch();
+
   // placement.cpp
   void measure_latency();
   double round_trip_ns(int peer, uint32_t turn);
@@ -108,6 +125,9 @@ class ShmCommunicator : public Communicator, private Watch {
   std::shared_ptr<Heap> heap_;
   Liveness liveness_;
   Patience patience_;
+  bool single_copy_ = false;  // ranks can read each other's memory; the same on all ranks
+  uint64_t probe_word_ = 0;
+  std::vector<char> scratch_;
   bool crowded_ = false;  // more ranks than cores; the same on all ranks
   ShmSlots slots_;
   std::atomic<uint32_t> sequence_{0};  // of the operation in progress, or the last one; wraps
