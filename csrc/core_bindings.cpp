@@ -77,12 +77,12 @@ py::dict support_table() {
 
 // ---- shm/
 
-Streaming parse_streaming(const std::string& text) {
-  if (text == "auto") return Streaming::kAuto;
-  if (text == "never") return Streaming::kNever;
-  if (text == "always") return Streaming::kAlways;
+Choice parse_choice(const char* setting, const std::string& text) {
+  if (text == "auto") return Choice::kAuto;
+  if (text == "never") return Choice::kNever;
+  if (text == "always") return Choice::kAlways;
   throw Error(ErrorKind::kInvalidArgument,
-              "streaming must be auto, never or always, not '" + text + "'");
+              concat(setting, " must be auto, never or always, not '", text, "'"));
 }
 
 // Ends a communicator without the GIL: it joins the worker, which may be waiting for the GIL to
@@ -136,21 +136,21 @@ void bind_shm(py::module_& m) {
   set_interrupt_check(check_signals);
   py::module_::import("atexit").attr("register")(py::cpp_function(end_all_communicators));
   py::class_<ShmOffer>(m, "ShmOffer", "Rank 0's side of the rendezvous of a host's ranks.")
-      .def(
-          py::init([](int world_size, int64_t slot_bytes, int slots, const std::string& streaming,
-                      int spin_polls, int64_t heap_bytes, int64_t channel_bytes, bool single_copy) {
-            ShmConfig config;
-            config.slot_bytes = slot_bytes;
-            config.slots = slots;
-            config.streaming = parse_streaming(streaming);
-            config.spin_polls = spin_polls;
-            config.heap_bytes = heap_bytes;
-            config.channel_bytes = channel_bytes;
-            config.single_copy = single_copy;
-            return std::make_unique<ShmOffer>(world_size, config);
-          }),
-          arg("world_size"), py::kw_only(), arg("slot_bytes"), arg("slots"), arg("streaming"),
-          arg("spin_polls"), arg("heap_bytes"), arg("channel_bytes"), arg("single_copy"))
+      .def(py::init([](int world_size, int64_t slot_bytes, int slots, const std::string& streaming,
+                       int spin_polls, int64_t heap_bytes, int64_t channel_bytes,
+                       const std::string& single_copy) {
+             ShmConfig config;
+             config.slot_bytes = slot_bytes;
+             config.slots = slots;
+             config.streaming = parse_choice("streaming", streaming);
+             config.spin_polls = spin_polls;
+             config.heap_bytes = heap_bytes;
+             config.channel_bytes = channel_bytes;
+             config.single_copy = parse_choice("single_copy", single_copy);
+             return std::make_unique<ShmOffer>(world_size, config);
+           }),
+           arg("world_size"), py::kw_only(), arg("slot_bytes"), arg("slots"), arg("streaming"),
+           arg("spin_polls"), arg("heap_bytes"), arg("channel_bytes"), arg("single_copy"))
       .def_property_readonly("address", &ShmOffer::address, "What the other ranks need to join.")
       .def(
           "accept",

@@ -200,7 +200,7 @@ class ShmOffer:
         spin_polls: int,
         heap_bytes: int,
         channel_bytes: int,
-        single_copy: bool,
+        single_copy: str,
     ) -> None: ...
     @property
     def address(self) -> str: ...

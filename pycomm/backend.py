@@ -67,7 +67,7 @@ def _offer(store: Store, world_size: int, timeout: timedelta, settings: Config) 
             spin_polls=settings.spin_polls,
             heap_bytes=min(settings.heap_bytes, MOST_HEAP_BYTES // world_size // 4096 * 4096),
             channel_bytes=settings.channel_bytes,
-            single_copy=settings.single_copy == "auto",
+            single_copy=settings.single_copy,
         )
     except Error as error:
         store.set(OFFER_KEY, f"error {error}")

@@ -45,13 +45,13 @@ class Config:
         "Divided down so that all ranks' heaps take at most 256 GiB; a multiple of 4096.",
     )
     channel_bytes: int = _setting(
-        512 * 1024,
+        1024 * 1024,
         "Bytes of the ring that holds one rank's messages to another; a power of two, at least 4096.",
     )
     single_copy: str = _setting(
         "auto",
-        "Whether ranks read each other's private tensors of 16 KiB to 4 MiB directly: auto (if the kernel lets "
-        "all of them), never.",
+        "Whether ranks read each other's private tensors of 16 KiB to 4 MiB directly, if the "
+        "kernel lets all of them: auto (by measured flag latency), never, always.",
     )
     ddp_overlap: str = _setting(
         "auto",
@@ -90,7 +90,7 @@ class Config:
     def __post_init__(self) -> None:
         for name, allowed in {
             "streaming": ("auto", "never", "always"),
-            "single_copy": ("auto", "never"),
+            "single_copy": ("auto", "never", "always"),
             "ddp_overlap": ("auto", "0", "1"),
         }.items():
             if getattr(self, name) not in allowed:

@@ -32,7 +32,7 @@ def communicators(r: int, n: int) -> list[pycomm.Communicator]:
             timedelta(seconds=8),
             Config(single_copy=choice),
         )
-        for choice in ("auto", "never")
+        for choice in ("always", "never")
     ]
 
 
@@ -126,6 +126,6 @@ def killed(r: int, n: int, operation: str) -> str:
 
 @pytest.mark.parametrize("operation", ["all_reduce", "broadcast"])
 def test_a_rank_that_dies(operation: str) -> None:
-    results = run(3, killed, operation, may_die=[1])
+    results = run(3, killed, operation, may_die=[1], env={"PYCOMM_SINGLE_COPY": "always"})
     assert results[1] is DIED
     assert all("rank 1" in text for text in (results[0], results[2]))

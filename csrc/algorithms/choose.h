@@ -32,9 +32,15 @@ inline Algorithm choose_all_reduce(Algorithm asked, int64_t bytes) {
 // cores of one Sapphire Rapids socket, where ordinary writes still win by 1.2.
 inline constexpr uint32_t kFarLatencyNs = 175;
 
-// Between these sizes (of what one rank reads of another) private tensors are copied straight from
-// rank to rank where the kernel allows it: below, the system calls cost more than the second copy;
-// above, the kernel's copying falls behind (30 GB/s at 256 KiB, 21 at 1 MiB, 10 at 16 MiB).
+// Private tensors may be copied straight from rank to rank, where the kernel allows it. That pays
+// above this flag latency: between cores that share a cache the second copy through slots costs
+// less than the system call (Zen 5, 30-60 ns: slots 2 to 3 times faster at all sizes, crowded or
+// not; Sapphire Rapids, 125-170 ns: single copies up to 2 times faster).
+inline constexpr uint32_t kSharedCacheLatencyNs = 90;
+
+// And it pays between these sizes of what one rank reads of another: below, the system calls cost
+// more than the second copy; above, the kernel's copying falls behind (Sapphire Rapids: 30 GB/s at
+// 256 KiB, 21 at 1 MiB, 10 at 16 MiB).
 inline constexpr int64_t kSingleCopyLeastBytes = 16 << 10;
 inline constexpr int64_t kSingleCopyMostBytes = 4 << 20;
 

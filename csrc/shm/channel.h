@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "../algorithms/choose.h"
 #include "../common.h"
 #include "../kernels/elementwise.h"
 #include "segment.h"
@@ -29,7 +30,7 @@ inline constexpr int64_t kInlineBytes = kLineBytes - sizeof(MessageHeader);
 // What is copied between two looks at the other end: shorter ones cost more flags, longer ones let
 // it wait. An eighth of the message, so that also of a short one most is copied by both at once.
 inline int64_t piece_bytes(int64_t message_bytes) {
-  const int64_t least = 8 << 10, most = 64 << 10;
+  const int64_t least = 8 << 10, most = 128 << 10;
   return round_up(std::clamp(message_bytes / 8, least, most), kLineBytes);
 }
 // Of a message of which not even the header has been moved.
@@ -47,10 +48,10 @@ class Ring {
     copy(line(position), from, first, false);
     if (first < bytes) copy(bytes_, from + first, bytes - first, false);
   }
-  void get(uint64_t position, char* to, int64_t bytes) const {
+  void get(uint64_t position, char* to, int64_t bytes, bool stream) const {
     const int64_t first = until_end(position, bytes);
-    copy(to, line(position), first, false);
-    if (first < bytes) copy(to + first, bytes_, bytes - first, false);
+    copy(to, line(position), first, stream);
+    if (first < bytes) copy(to + first, bytes_, bytes - first, stream);
   }
 
  private:
@@ -142,7 +143,8 @@ class ChannelReader {
     const int64_t arrived = static_cast<int64_t>(written_ - read_);
     const int64_t piece = std::min({bytes - *moved, arrived, piece_bytes(bytes)});
     if (piece > 0) {
-      ring_.get(read_, static_cast<char*>(data) + *moved, piece);
+      ring_.get(read_, static_cast<char*>(data) + *moved, piece,
+                stream_output(Operation::kRecv, bytes));
       read_ += static_cast<uint64_t>(round_up(piece, kLineBytes));
       *moved += piece;
     }

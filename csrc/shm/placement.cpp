@@ -1,4 +1,4 @@
-// How far apart the ranks' cores are, and what follows for the way slots are written.
+// How far apart the ranks' cores are, and what follows for the way tensors travel.
 #include <algorithm>
 #include <chrono>
 
@@ -22,22 +22,25 @@ constexpr uint64_t kOperationsBetweenProbes = 512;
 }  // namespace
 
 bool ShmCommunicator::probe_is_due() const {
-  return chunked_operations_ % kOperationsBetweenProbes == 0;
+  return large_operations_ % kOperationsBetweenProbes == 0;
 }
 
-void ShmCommunicator::measure_latency_now_and_then() {
+// Of every operation on large private tensors, when all ranks have entered it if the probe is due.
+void ShmCommunicator::follow_placement() {
   const ShmConfig& config = segment_->head().config;
   const bool due = probe_is_due();
-  ++chunked_operations_;
+  ++large_operations_;
   if (!due) return;
-  if (config.streaming != Streaming::kAuto) {
-    stream_ = config.streaming == Streaming::kAlways;
-  } else if (crowded_) {
-    stream_ = false;  // ranks take turns on a core and its caches
-  } else {
+  const auto follows = [&](Choice choice, uint32_t latency, uint32_t limit) {
+    return choice == Choice::kAuto ? latency > limit : choice == Choice::kAlways;
+  };
+  uint32_t latency = 0;  // while ranks take turns on a core and its caches
+  if (!crowded_ && (config.streaming == Choice::kAuto || config.single_copy == Choice::kAuto)) {
     measure_latency();
-    stream_ = segment_->area(0).flag_latency_ns > kFarLatencyNs;
+    latency = segment_->area(0).flag_latency_ns;
   }
+  stream_ = follows(config.streaming, latency, kFarLatencyNs);
+  single_copy_ = can_copy_once_ && follows(config.single_copy, latency, kSharedCacheLatencyNs);
 }
 
 // Rank 0 exchanges a flag with each peer in turn; the slowest peer counts, and all ranks learn it.

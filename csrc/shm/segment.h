@@ -12,19 +12,19 @@
 
 namespace pycomm {
 
-// How slot writes go to memory: kAuto follows the measured flag latency between the ranks.
-enum class Streaming : uint32_t { kAuto, kNever, kAlways };
+// kAuto follows the measured flag latency between the ranks.
+enum class Choice : uint32_t { kAuto, kNever, kAlways };
 
 // Chosen by rank 0, stored in the segment, read by all: ranks can never disagree on it.
 struct ShmConfig {
   int64_t slot_bytes = 128 << 10;
   int32_t slots =
       8;  // a power of two, since chunk numbers wrap; at least 4, the depth of the pipelines
-  int32_t spin_polls = -1;            // polls before yielding; -1: by cores
-  int64_t channel_bytes = 512 << 10;  // ring of a pair of ranks' messages; a power of two
-  Streaming streaming = Streaming::kAuto;
-  int64_t heap_bytes = 0;   // address space per rank for shared tensors (heap.h)
-  int32_t single_copy = 1;  // whether to read other ranks' private memory, if all can
+  int32_t spin_polls = -1;             // polls before yielding; -1: by cores
+  int64_t channel_bytes = 1 << 20;     // ring of a pair of ranks' messages; a power of two
+  Choice streaming = Choice::kAuto;    // whether slots are written past the caches
+  int64_t heap_bytes = 0;              // address space per rank for shared tensors (heap.h)
+  Choice single_copy = Choice::kAuto;  // whether other ranks' private memory is read, if all can
 };
 
 // A word that one rank writes and others wait for. Atomic by the accessors of wait.h.

@@ -98,7 +98,8 @@ void ShmCommunicator::all_reduce(const Request& request) {
                                 ? direct_reduce(slots_, math, memory, count, request.root)
                                 : direct_all_reduce(slots_, math, memory, count));
   }
-  if (request.operation == Operation::kAllReduce && input == output && copies_once(request))
+  follow_placement();
+  if (request.operation == Operation::kAllReduce && copies_once(request) && all_are_in_place())
     return advance_directly(
         copied_all_reduce(slots_, math_for(request, false), reader(), output, count, scratch()));
   const Math math = chunked_math(request);
@@ -150,6 +151,7 @@ void ShmCommunicator::reduce_scatter(const Request& request) {
     return advance_directly(direct_reduce_scatter(
         slots_, math_for(request, false), [this](int peer) { return shared_tensor(peer); }, output,
         request.count * real.components));
+  follow_placement();
   if (request.inputs.empty() && copies_once(request))
     return advance_directly(copied_reduce_scatter(
         slots_, math_for(request, false), reader(), bytes_at(request.input),
@@ -172,6 +174,7 @@ void ShmCommunicator::broadcast(const Request& request) {
   announce();
   if (!root || !meets_later(request)) meet();
   const int64_t count = request.count * real_view(request.dtype).components;
+  if (!is_shared(request.root)) follow_placement();
   if (is_shared(request.root) || copies_once(request))
     return advance_directly(direct_gather(
         slots_, reader(), [&](int peer) { return peer == request.root && !root ? data : nullptr; },
@@ -207,7 +210,10 @@ void ShmCommunicator::gather(const Request& request) {
   const auto is_reached = [&](int peer) {
     return !is_eager(peer) && (is_shared(peer) || reaches(count_at(peer) * element));
   };
-  bool any_reached = false, any_in_chunks = false;
+  bool any_is_large = false, any_reached = false, any_in_chunks = false;
+  for (int peer = 0; peer < world_size(); ++peer)
+    any_is_large |= !is_eager(peer) && !is_shared(peer);
+  if (any_is_large) follow_placement();
   for (int peer = 0; peer < world_size(); ++peer) {
     any_reached |= is_reached(peer);
     any_in_chunks |= !is_eager(peer) && !is_reached(peer);
@@ -259,10 +265,14 @@ void ShmCommunicator::all_to_all(const Request& request) {
   if (output_of(me) != input_of(me))
     copy(output_of(me), input_of(me), sent(me, me) * element, false);
   bool eager[kMaxRanks], reached[kMaxRanks];
-  bool any_reached = false;
+  bool any_is_large = false, any_reached = false;
   int64_t most = 0;  // elements in chunks between any two ranks
   for (int from = 0; from < world_size(); ++from) {
     eager[from] = offset(from, world_size()) <= kEagerBytes;
+    any_is_large |= !eager[from];
+  }
+  if (any_is_large) follow_placement();
+  for (int from = 0; from < world_size(); ++from) {
     reached[from] = reaches(offset(from, world_size()));
     any_reached |= reached[from];
     if (eager[from] && from != me)
@@ -337,7 +347,10 @@ void ShmCommunicator::fill_header(const Request& request) {
   header.has_parts = request.needs_table();
   header.factor = request.factor;
   header.place = place_of(request);
-  header.address = reinterpret_cast<uint64_t>(request.input);
+  // Of what peers may read: an all_reduce's tensor only if the sum also goes there.
+  const bool in_place =
+      request.operation != Operation::kAllReduce || request.input == request.output;
+  header.address = in_place ? reinterpret_cast<uint64_t>(request.input) : 0;
   if (header.has_parts) write_parts(request);
 }
 
@@ -373,6 +386,12 @@ bool ShmCommunicator::all_are_shared() {
   if (!is_shared(rank())) return false;
   for (int peer = 0; peer < world_size(); ++peer)
     if (!is_shared(peer)) return false;
+  return true;
+}
+
+bool ShmCommunicator::all_are_in_place() {
+  for (int peer = 0; peer < world_size(); ++peer)
+    if (announcement_of(peer).header.address == 0) return false;
   return true;
 }
 
@@ -488,9 +507,6 @@ Math ShmCommunicator::math_for(const Request& request, bool stream) {
   return Math(request.dtype, request.op, world_size(), stream, factors_, rank());
 }
 
-Math ShmCommunicator::chunked_math(const Request& request) {
-  measure_latency_now_and_then();
-  return math_for(request, stream_);
-}
+Math ShmCommunicator::chunked_math(const Request& request) { return math_for(request, stream_); }
 
 }  // namespace pycomm

@@ -75,6 +75,7 @@ class ShmCommunicator : public Communicator, private Watch {
   // Of a tensor that its rank's header places in shared memory.
   bool is_shared(int rank) { return announcement_of(rank).header.place != 0; }
   bool all_are_shared();
+  bool all_are_in_place();
   char* shared_tensor(int rank) {
     return heap_->address(rank, announcement_of(rank).header.place - 1);
   }
@@ -107,7 +108,7 @@ class ShmCommunicator : public Communicator, private Watch {
   double round_trip_ns(int peer, uint32_t turn);
   void wait_for_flag(int peer, Flag& flag, uint32_t target) const;
   bool probe_is_due() const;
-  void measure_latency_now_and_then();
+  void follow_placement();
 
   // The end of a wait.
   bool check_wait(int peer, bool sleeping) const override;
@@ -125,13 +126,14 @@ class ShmCommunicator : public Communicator, private Watch {
   std::shared_ptr<Heap> heap_;
   Liveness liveness_;
   Patience patience_;
-  bool single_copy_ = false;  // ranks can read each other's memory; the same on all ranks
+  bool can_copy_once_ = false;  // ranks can read each other's memory; the same on all ranks
+  bool single_copy_ = false;    // and it pays, where they are now
   uint64_t probe_word_ = 0;
   std::vector<char> scratch_;
   bool crowded_ = false;  // more ranks than cores; the same on all ranks
   ShmSlots slots_;
   std::atomic<uint32_t> sequence_{0};  // of the operation in progress, or the last one; wraps
-  uint64_t chunked_operations_ = 0;
+  uint64_t large_operations_ = 0;      // of private tensors
   bool stream_ = false;
   uint32_t probe_base_ = 0;          // rank 0's latency flag before the next measurement
   std::atomic<bool> failed_{false};  // a failure has been reported here: later calls say so

@@ -15,7 +15,7 @@ constexpr size_t kScratchBytes = 256 << 10;
 // Every rank reads a random word of every peer, and tells whether it found the right one: so ranks
 // in other pid namespaces, under another user or behind ptrace restrictions are noticed.
 void ShmCommunicator::find_single_copy() {
-  bool can = segment_->head().config.single_copy != 0;
+  bool can = segment_->head().config.single_copy != Choice::kNever;
   for (int peer = 0; can && peer < world_size(); ++peer) {
     const RankArea& area = segment_->area(peer);
     uint64_t word = 0;
@@ -24,13 +24,13 @@ void ShmCommunicator::find_single_copy() {
   }
   Flag& mine = segment_->area(rank()).reads_peers;
   set_and_wake(mine.value, can ? 2 : 1, mine.sleepers);
-  single_copy_ = can;
+  can_copy_once_ = can;
   const Request barrier;
   request_ = &barrier;
   for (int peer = 0; peer < world_size(); ++peer) {
     Flag& theirs = segment_->area(peer).reads_peers;
     wait_for_flag(peer, theirs, 1);
-    single_copy_ = single_copy_ && load_acquire(theirs.value) == 2;
+    can_copy_once_ = can_copy_once_ && load_acquire(theirs.value) == 2;
   }
 }
 

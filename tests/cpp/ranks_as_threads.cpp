@@ -84,7 +84,7 @@ std::shared_ptr<Segment> new_segment(int world_size, const ShmConfig& config) {
   return segment;
 }
 
-ShmConfig small_slots(Streaming streaming, int slots = 4) {
+ShmConfig small_slots(Choice streaming, int slots = 4) {
   ShmConfig config;
   config.slot_bytes = 4096;
   config.slots = slots;
@@ -438,13 +438,13 @@ void moves_on_rank(ShmCommunicator& communicator) {
 
 void grid() {
   for (const int world_size : {1, 2, 3, 4, 8})
-    for (const Streaming streaming : {Streaming::kAlways, Streaming::kNever})
+    for (const Choice streaming : {Choice::kAlways, Choice::kNever})
       on_ranks(world_size, small_slots(streaming), kPatient, grid_on_rank);
 }
 
 void moves() {
   for (const int world_size : {1, 2, 3, 5})
-    for (const Streaming streaming : {Streaming::kAlways, Streaming::kNever})
+    for (const Choice streaming : {Choice::kAlways, Choice::kNever})
       on_ranks(world_size, small_slots(streaming), kPatient, moves_on_rank);
 }
 
@@ -453,7 +453,7 @@ void instruction_sets() {
   const std::string before = instruction_set();
   for (const char* name : {"generic", "avx2", "avx512"}) {
     if (!set_instruction_set(name)) continue;
-    for (const Streaming streaming : {Streaming::kAlways, Streaming::kNever})
+    for (const Choice streaming : {Choice::kAlways, Choice::kNever})
       on_ranks(3, small_slots(streaming), kPatient, [](ShmCommunicator& communicator) {
         Submitter submitter(communicator);
         for (const DType dtype : kDTypes)
@@ -472,7 +472,7 @@ void instruction_sets() {
 void barrier_orders_plain_memory() {
   constexpr int kRanks = 4, kRounds = 200;
   std::vector<int> written(kRanks, 0);  // plain: the barriers are all that orders it
-  on_ranks(kRanks, small_slots(Streaming::kNever), kPatient, [&](ShmCommunicator& communicator) {
+  on_ranks(kRanks, small_slots(Choice::kNever), kPatient, [&](ShmCommunicator& communicator) {
     for (int round = 1; round <= kRounds; ++round) {
       written[static_cast<size_t>(communicator.rank())] = round;
       communicator.run(Request{});
@@ -484,15 +484,14 @@ void barrier_orders_plain_memory() {
 
 void automatic_streaming_and_latency() {
   for (const int world_size : {1, 2, 3}) {
-    on_ranks(world_size, small_slots(Streaming::kAuto), kPatient,
-             [](ShmCommunicator& communicator) {
-               const double first = communicator.flag_latency_ns();
-               Submitter submitter(communicator);
-               for (int turn = 0; turn < 1100; ++turn)  // past two of the periodic measurements
-                 submitter.submit(request_of(Operation::kAllGather, DType::kInt64, 2100));
-               check(first >= 0 && communicator.flag_latency_ns() >= 0, "flag latency is a time");
-               check(communicator.stats().operations > 0, "operations are counted");
-             });
+    on_ranks(world_size, small_slots(Choice::kAuto), kPatient, [](ShmCommunicator& communicator) {
+      const double first = communicator.flag_latency_ns();
+      Submitter submitter(communicator);
+      for (int turn = 0; turn < 1100; ++turn)  // past two of the periodic measurements
+        submitter.submit(request_of(Operation::kAllGather, DType::kInt64, 2100));
+      check(first >= 0 && communicator.flag_latency_ns() >= 0, "flag latency is a time");
+      check(communicator.stats().operations > 0, "operations are counted");
+    });
   }
 }
 
@@ -503,7 +502,7 @@ void several_communicators() {
   std::vector<std::shared_ptr<Segment>> segments;
   for (int group = 0; group < kGroups; ++group)
     segments.push_back(
-        new_segment(kRanks, small_slots(group % 2 ? Streaming::kAlways : Streaming::kNever)));
+        new_segment(kRanks, small_slots(group % 2 ? Choice::kAlways : Choice::kNever)));
   on_threads(kRanks, [&](int rank) {
     std::vector<std::unique_ptr<ShmCommunicator>> communicators;
     for (const auto& segment : segments)
@@ -537,7 +536,7 @@ void several_communicators() {
 }
 
 void callbacks_and_keep_alive() {
-  on_ranks(2, small_slots(Streaming::kNever), kPatient, [](ShmCommunicator& communicator) {
+  on_ranks(2, small_slots(Choice::kNever), kPatient, [](ShmCommunicator& communicator) {
     auto owner = std::make_shared<int>(0);
     std::atomic<int> called{0};
     std::vector<std::shared_ptr<Pending>> pending;
@@ -574,7 +573,7 @@ void mismatches() {
   for (int turn = 0; turn < 4; ++turn)
     for (const Change& change : changes)
       for (const bool async : {false, true})
-        on_ranks(4, small_slots(Streaming::kNever), kPatient, [&](ShmCommunicator& communicator) {
+        on_ranks(4, small_slots(Choice::kNever), kPatient, [&](ShmCommunicator& communicator) {
           std::vector<float> input(3000, 1), output(3000);
           communicator.run(Request{});
           Request request = request_of(Operation::kAllReduce, DType::kFloat32, 3000);
@@ -599,7 +598,7 @@ void part_mismatches() {
                                     Operation::kAllGather, Operation::kReduceScatter})
     for (const int64_t count : {100, 20000})
       for (int odd = 0; odd < 3; ++odd)
-        on_ranks(3, small_slots(Streaming::kNever), kPatient, [&](ShmCommunicator& communicator) {
+        on_ranks(3, small_slots(Choice::kNever), kPatient, [&](ShmCommunicator& communicator) {
           const int rank = communicator.rank();
           Call call;
           call.request = request_of(operation, DType::kFloat32, count);
@@ -630,7 +629,7 @@ void monitored_barriers() {
   for (const bool all : {false, true}) {
     Gate late;
     std::atomic<int> gave_up{0};
-    const std::shared_ptr<Segment> segment = new_segment(4, small_slots(Streaming::kNever));
+    const std::shared_ptr<Segment> segment = new_segment(4, small_slots(Choice::kNever));
     on_threads(4, [&](int rank) {
       ShmCommunicator communicator(segment, rank, kPatient);
       Request request;
@@ -655,7 +654,7 @@ void timeouts() {
     Gate late;
     std::atomic<int> gave_up{0};
     const milliseconds whole = per_request ? kPatient : milliseconds(200);
-    const std::shared_ptr<Segment> segment = new_segment(3, small_slots(Streaming::kNever));
+    const std::shared_ptr<Segment> segment = new_segment(3, small_slots(Choice::kNever));
     on_threads(3, [&](int rank) {
       ShmCommunicator communicator(segment, rank, kPatient);
       communicator.set_timeout(whole);
@@ -678,7 +677,7 @@ void timeouts() {
 void aborts() {
   for (const bool from_waiting_rank : {false, true}) {
     Gate done;
-    const std::shared_ptr<Segment> segment = new_segment(4, small_slots(Streaming::kNever));
+    const std::shared_ptr<Segment> segment = new_segment(4, small_slots(Choice::kNever));
     std::atomic<int> ended{0};
     on_threads(4, [&](int rank) {
       ShmCommunicator communicator(segment, rank, kPatient);
@@ -698,7 +697,7 @@ void aborts() {
   }
   // In the middle of chunked operations, at any point of them.
   for (int turn = 0; turn < 20; ++turn)
-    on_ranks(3, small_slots(turn % 2 ? Streaming::kAlways : Streaming::kNever), kPatient,
+    on_ranks(3, small_slots(turn % 2 ? Choice::kAlways : Choice::kNever), kPatient,
              [&](ShmCommunicator& communicator) {
                std::vector<float> input(200000, 1), output(200000);
                Request request = request_of(Operation::kAllReduce, DType::kFloat32, 200000);
@@ -727,7 +726,7 @@ void departures() {
   // While others wait for it.
   for (const int leaver : {0, 1, 2}) {
     Gate waiting;
-    const std::shared_ptr<Segment> segment = new_segment(3, small_slots(Streaming::kNever));
+    const std::shared_ptr<Segment> segment = new_segment(3, small_slots(Choice::kNever));
     on_threads(3, [&](int rank) {
       ShmCommunicator communicator(segment, rank, kPatient);
       if (rank == leaver) {
@@ -745,7 +744,7 @@ void departures() {
   }
   // In good order: what is queued is finished, even when some ranks leave early.
   for (int turn = 0; turn < 10; ++turn)
-    on_ranks(3, small_slots(Streaming::kNever), kPatient, [](ShmCommunicator& communicator) {
+    on_ranks(3, small_slots(Choice::kNever), kPatient, [](ShmCommunicator& communicator) {
       std::vector<std::unique_ptr<Call>> calls;
       std::vector<std::shared_ptr<Pending>> pending;
       for (const Algorithm algorithm : kAlgorithms) {
@@ -768,7 +767,7 @@ void departures() {
     });
   // Destruction does not finish it: an operation that waits for a peer ends.
   Gate gone;
-  const std::shared_ptr<Segment> segment = new_segment(2, small_slots(Streaming::kNever));
+  const std::shared_ptr<Segment> segment = new_segment(2, small_slots(Choice::kNever));
   on_threads(2, [&](int rank) {
     auto communicator = std::make_unique<ShmCommunicator>(segment, rank, kPatient);
     if (rank == 1) {
@@ -792,7 +791,7 @@ void interrupts() {
     if (pressed) throw std::runtime_error("Ctrl-C");
   });
   Gate gone;
-  const std::shared_ptr<Segment> segment = new_segment(2, small_slots(Streaming::kNever));
+  const std::shared_ptr<Segment> segment = new_segment(2, small_slots(Choice::kNever));
   on_threads(2, [&](int rank) {
     ShmCommunicator communicator(segment, rank, kPatient);
     if (rank == 1) {
@@ -815,7 +814,7 @@ void interrupts() {
 }
 
 void invalid_arguments() {
-  on_ranks(2, small_slots(Streaming::kNever), kPatient, [](ShmCommunicator& communicator) {
+  on_ranks(2, small_slots(Choice::kNever), kPatient, [](ShmCommunicator& communicator) {
     std::vector<float> data(64, 1);
     const auto refuse = [&](const char* part, const std::function<void(Request&)>& change) {
       Request request = request_of(Operation::kAllReduce, DType::kFloat32, 8);
@@ -884,17 +883,17 @@ void invalid_arguments() {
   });
   ShmConfig config;
   for (const int slots : {0, 2, 6, 2048}) {
-    config = small_slots(Streaming::kNever, slots);
+    config = small_slots(Choice::kNever, slots);
     check_throws(ErrorKind::kInvalidArgument, "power of two", "slots",
                  [&] { new_segment(2, config); });
   }
-  config = small_slots(Streaming::kNever);
+  config = small_slots(Choice::kNever);
   config.slot_bytes = 5000;
   check_throws(ErrorKind::kInvalidArgument, "multiple", "slot_bytes",
                [&] { new_segment(2, config); });
   for (const int world_size : {0, kMaxRanks + 1})
     check_throws(ErrorKind::kInvalidArgument, "ranks", "world size",
-                 [&] { new_segment(world_size, small_slots(Streaming::kNever)); });
+                 [&] { new_segment(world_size, small_slots(Choice::kNever)); });
 }
 
 // ---- counters that wrap -------------------------------------------------------------------------
@@ -971,7 +970,7 @@ void algorithms_on_rank(ShmSlots& slots, bool stream) {
 void counters_wrap() {
   for (const uint32_t start : {0x7ffffff0u, 0xfffffff0u, 0xffffffc0u, 0xffffff80u, 0u})
     for (const int world_size : {2, 4}) {
-      const auto segment = new_segment(world_size, small_slots(Streaming::kNever, 8));
+      const auto segment = new_segment(world_size, small_slots(Choice::kNever, 8));
       for (int rank = 0; rank < world_size; ++rank)
         for (Flag& stage : segment->area(rank).stages) stage.value = start;
       Deadline deadline;
@@ -985,7 +984,7 @@ void counters_wrap() {
 
 // A stage that no operation used for 2^31 chunks must not seem to lie ahead.
 void unused_stages_stay_behind() {
-  const auto segment = new_segment(2, small_slots(Streaming::kNever));
+  const auto segment = new_segment(2, small_slots(Choice::kNever));
   Deadline deadline;
   for (int rank = 0; rank < 2; ++rank) {
     ShmSlots slots(*segment, rank, Patience{50, 200}, deadline);
@@ -998,7 +997,7 @@ void unused_stages_stay_behind() {
 // ---- messages -----------------------------------------------------------------------------------
 
 ShmConfig small_rings() {
-  ShmConfig config = small_slots(Streaming::kNever);
+  ShmConfig config = small_slots(Choice::kNever);
   config.channel_bytes = 4096;
   return config;
 }
