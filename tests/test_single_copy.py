@@ -129,3 +129,16 @@ def test_a_rank_that_dies(operation: str) -> None:
     results = run(3, killed, operation, may_die=[1], env={"PYCOMM_SINGLE_COPY": "always"})
     assert results[1] is DIED
     assert all("rank 1" in text for text in (results[0], results[2]))
+
+
+def strided_on_one_rank(r: int, n: int) -> None:
+    """Only tensors in place can be read by peers while they are reduced; all ranks must agree on it."""
+    for turn in range(2 * n):
+        tensor = torch.zeros(60_000, 2)[:, 0] if r == turn % n else torch.zeros(60_000)
+        tensor += r + 1
+        dist.all_reduce(tensor)
+        assert tensor.eq(n * (n + 1) / 2).all()
+
+
+def test_tensors_of_different_strides() -> None:
+    run(3, strided_on_one_rank, env={"PYCOMM_SINGLE_COPY": "always"})
