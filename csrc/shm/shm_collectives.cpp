@@ -347,10 +347,7 @@ void ShmCommunicator::fill_header(const Request& request) {
   header.has_parts = request.needs_table();
   header.factor = request.factor;
   header.place = place_of(request);
-  // Of what peers may read: an all_reduce's tensor only if the sum also goes there.
-  const bool in_place =
-      request.operation != Operation::kAllReduce || request.input == request.output;
-  header.address = in_place ? reinterpret_cast<uint64_t>(request.input) : 0;
+  header.address = address_of(request);
   if (header.has_parts) write_parts(request);
 }
 
@@ -373,12 +370,22 @@ int64_t ShmCommunicator::place_of(const Request& request) const {
     case Operation::kReduceScatter:
       return heap_->offset_of(request.input, bytes * world_size()) + 1;
     case Operation::kBroadcast:
+      return heap_->offset_of(request.output, bytes) + 1;
     case Operation::kGather:
     case Operation::kAllGather:
       return heap_->offset_of(request.input, bytes) + 1;
     default:
       return 0;
   }
+}
+
+// Of the private tensor that peers may read: of an all_reduce, which copies in place only, 0 if the
+// result goes elsewhere.
+uint64_t ShmCommunicator::address_of(const Request& request) const {
+  const bool all_reduce = request.operation == Operation::kAllReduce;
+  if (all_reduce && request.input != request.output) return 0;
+  const bool broadcast = request.operation == Operation::kBroadcast;
+  return reinterpret_cast<uint64_t>(broadcast ? request.output : request.input);
 }
 
 // My own comes first: if it is not, the others' headers are not looked at, which may not be there.

@@ -72,6 +72,7 @@ class ShmCommunicator : public Communicator, private Watch {
   void announce(const void* payload = nullptr, int64_t payload_bytes = 0);
   void write_parts(const Request& request);
   int64_t place_of(const Request& request) const;
+  uint64_t address_of(const Request& request) const;
   // Of a tensor that its rank's header places in shared memory.
   bool is_shared(int rank) { return announcement_of(rank).header.place != 0; }
   bool all_are_shared();

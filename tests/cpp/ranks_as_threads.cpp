@@ -89,6 +89,9 @@ ShmConfig small_slots(Choice streaming, int slots = 4) {
   config.slot_bytes = 4096;
   config.slots = slots;
   config.streaming = streaming;
+  // Never with streaming and always without: every grid runs both.
+  if (streaming == Choice::kAlways) config.single_copy = Choice::kNever;
+  if (streaming == Choice::kNever) config.single_copy = Choice::kAlways;
   return config;
 }
 
