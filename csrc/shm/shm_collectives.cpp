@@ -206,14 +206,18 @@ void ShmCommunicator::gather(const Request& request) {
     return even ? request.count : announcement_of(peer).header.count;
   };
   const auto is_eager = [&](int peer) { return count_at(peer) * element <= kEagerBytes; };
+  // My own place comes first: if it is none, the others' headers may not be there yet.
+  bool any_is_large = false, all_shared = eager || is_shared(rank());
+  for (int peer = 0; peer < world_size(); ++peer) {
+    any_is_large |= !is_eager(peer);
+    all_shared = all_shared && (is_eager(peer) || is_shared(peer));
+  }
+  if (any_is_large && !all_shared) follow_placement();
   // A sender that is neither eager nor can be reached goes through slots.
   const auto is_reached = [&](int peer) {
-    return !is_eager(peer) && (is_shared(peer) || reaches(count_at(peer) * element));
+    return !is_eager(peer) && (all_shared || reaches(count_at(peer) * element));
   };
-  bool any_is_large = false, any_reached = false, any_in_chunks = false;
-  for (int peer = 0; peer < world_size(); ++peer)
-    any_is_large |= !is_eager(peer) && !is_shared(peer);
-  if (any_is_large) follow_placement();
+  bool any_reached = false, any_in_chunks = false;
   for (int peer = 0; peer < world_size(); ++peer) {
     any_reached |= is_reached(peer);
     any_in_chunks |= !is_eager(peer) && !is_reached(peer);
