@@ -33,9 +33,10 @@ inline Algorithm choose_all_reduce(Algorithm asked, int64_t bytes) {
 inline constexpr uint32_t kFarLatencyNs = 175;
 
 // Private tensors may be copied straight from rank to rank, where the kernel allows it. That pays
-// above this flag latency: between cores that share a cache the second copy through slots costs
-// less than the system call (Zen 5, 30-60 ns: slots 2 to 3 times faster at all sizes, crowded or
-// not; Sapphire Rapids, 125-170 ns: single copies up to 2 times faster).
+// between this flag latency and the one above. Nearer, cores share a cache, and the second copy
+// through slots costs less than the system call (Zen 5, 30-60 ns: slots 2 to 3 times faster at all
+// sizes, crowded or not). Sapphire Rapids, 125-170 ns: single copies up to 2 times faster. Farther,
+// streaming slots win again (Zen 5, 185-235 ns: by 1.5).
 inline constexpr uint32_t kSharedCacheLatencyNs = 90;
 
 // And it pays between these sizes of what one rank reads of another: below, the system calls cost

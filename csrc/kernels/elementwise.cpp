@@ -43,6 +43,23 @@ const Kernels* best() {
 
 const Kernels* chosen = best();
 
+// From this size on libc copies better on AMD's Zen: its `rep movsb` takes lines over without
+// reading them first, which is 1.2 to 1.9 times as fast within caches, and 3 times into lines that
+// a core without a common cache has read (Zen 5, glibc 2.36). On a Sapphire Rapids our loop wins by
+// its prefetch of the source.
+constexpr int64_t kLibraryCopyBytes = 8 << 10;
+
+bool is_amd() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  return __builtin_cpu_is("amd");
+#else
+  return false;
+#endif
+}
+
+bool library_copies = is_amd();
+
 }  // namespace
 
 void reduce(const ReduceCall& call) {
@@ -53,13 +70,17 @@ void reduce(const ReduceCall& call) {
   chosen->reduce(call);
 }
 void copy(void* destination, const void* source, int64_t bytes, bool stream) {
-  chosen->copy(destination, source, bytes, stream);
+  if (library_copies && !stream && bytes >= kLibraryCopyBytes)
+    std::memcpy(destination, source, static_cast<size_t>(bytes));
+  else
+    chosen->copy(destination, source, bytes, stream);
 }
 const char* instruction_set() { return chosen->name; }
 bool set_instruction_set(const char* name) {
   for (const Kernels& kernels : kKernels)
     if (std::strcmp(kernels.name, name) == 0 && kernels.supported()) {
       chosen = &kernels;
+      library_copies = false;
       return true;
     }
   return false;

@@ -35,11 +35,11 @@ struct ReduceCall {
 // missing scales.
 void reduce(const ReduceCall& call);
 
-// Copies without looking; `stream` writes past the caches.
+// Copies without looking; `stream` writes past the caches. The two must not overlap.
 void copy(void* destination, const void* source, int64_t bytes, bool stream);
 
 // The instruction set in use: "avx512", "avx2" or "generic". set_ returns false if this machine
-// lacks it (for tests).
+// lacks it (for tests: from then on every copy is ours).
 const char* instruction_set();
 bool set_instruction_set(const char* name);
 

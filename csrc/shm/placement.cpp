@@ -31,16 +31,17 @@ void ShmCommunicator::follow_placement() {
   const bool due = probe_is_due();
   ++large_operations_;
   if (!due) return;
-  const auto follows = [&](Choice choice, uint32_t latency, uint32_t limit) {
-    return choice == Choice::kAuto ? latency > limit : choice == Choice::kAlways;
-  };
   uint32_t latency = 0;  // while ranks take turns on a core and its caches
   if (!crowded_ && (config.streaming == Choice::kAuto || config.single_copy == Choice::kAuto)) {
     measure_latency();
     latency = segment_->area(0).flag_latency_ns;
   }
-  stream_ = follows(config.streaming, latency, kFarLatencyNs);
-  single_copy_ = can_copy_once_ && follows(config.single_copy, latency, kSharedCacheLatencyNs);
+  const bool far = latency > kFarLatencyNs, between = !far && latency > kSharedCacheLatencyNs;
+  const auto follows = [](Choice choice, bool automatic) {
+    return choice == Choice::kAuto ? automatic : choice == Choice::kAlways;
+  };
+  stream_ = follows(config.streaming, far);
+  single_copy_ = can_copy_once_ && follows(config.single_copy, between);
 }
 
 // Rank 0 exchanges a flag with each peer in turn; the slowest peer counts, and all ranks learn it.
