@@ -5,6 +5,7 @@ from __future__ import annotations
 GLOO = "gloo"
 PYCOMM = "pycomm"
 COMMUNICATOR = "pycomm.Communicator"
+SHARED = "pycomm, shared tensors"
 FLOOR = "fake (dispatch floor)"
 OPEN_MPI = "Open MPI"
 MPICH = "MPICH"
@@ -13,7 +14,8 @@ ONECCL = "oneCCL"
 BOUND = "memory bound"
 
 PEERS = (OPEN_MPI, MPICH, INTEL_MPI, ONECCL)
-VARIANTS = (GLOO, *PEERS, PYCOMM, COMMUNICATOR, FLOOR, BOUND)
+VARIANTS = (GLOO, *PEERS, PYCOMM, COMMUNICATOR, SHARED, FLOOR, BOUND)
+OWN = (PYCOMM, COMMUNICATOR, SHARED)
 
 COLORS = {
     GLOO: "#4b5563",
@@ -23,6 +25,7 @@ COLORS = {
     ONECCL: "#b8860b",
     PYCOMM: "#0072b2",
     COMMUNICATOR: "#d55e00",
+    SHARED: "#111827",
     FLOOR: "#9ca3af",
     BOUND: "#111111",
 }
@@ -32,4 +35,4 @@ def engine_of(variant: str) -> str | None:
     """Variants of one library count as one engine; what moves no data as none."""
     if variant in (FLOOR, BOUND):
         return None
-    return PYCOMM if variant == COMMUNICATOR else variant
+    return PYCOMM if variant in OWN else variant

@@ -13,11 +13,9 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-from names import BOUND, COLORS, COMMUNICATOR, FLOOR, GLOO, PYCOMM
+from names import BOUND, COLORS, FLOOR, GLOO, OWN
 from rows import Row, Run
 from words import TIMES, format_bytes, format_time
-
-OWN = (PYCOMM, COMMUNICATOR)
 
 
 def plot(run: Run, op: str, path: Path) -> None:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from bars import bars_table
-from names import BOUND, COMMUNICATOR, FLOOR, GLOO, PYCOMM, VARIANTS
+from names import BOUND, COMMUNICATOR, FLOOR, GLOO, OWN, PYCOMM, SHARED, VARIANTS
 from plot import plot
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -61,7 +61,7 @@ def rich_table(run: Run, op: str) -> Table:
     for size_bytes in run.sizes(op):
         rows = [run.find(op, size_bytes, variant) for variant in run.variants(op)]
         for row in filter(None, rows):
-            style = "bold" if row.variant in (PYCOMM, COMMUNICATOR) else None
+            style = "bold" if row.variant in OWN else None
             table.add_row(*rich_cells(row), style=style)
         table.add_section()
     return table
@@ -131,7 +131,7 @@ def markdown_table(run: Run, op: str) -> str:
     for variant in (PYCOMM, COMMUNICATOR):
         short = "direct" if variant == COMMUNICATOR else "dist"
         headings += [f"{short} {TIMES} gloo", f"{short} {TIMES} best other"] * (variant in columns)
-    headings += ["of bound", "flags"]
+    headings += ["of bound", *["shared of bound"] * (SHARED in columns), "flags"]
     lines = [headings, ["---:"] * len(headings)]
     lines += [markdown_cells(run, op, size_bytes, columns) for size_bytes in run.sizes(op)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -147,7 +147,10 @@ def markdown_cells(run: Run, op: str, size_bytes: int, columns: list[str]) -> li
         elif variant in columns:
             cells += ["", ""]
     own = rows.get(PYCOMM) or rows.get(COMMUNICATOR)
-    return [*cells, percent(own.bound_fraction) if own else "", format_flags(rows[GLOO])]
+    cells.append(percent(own.bound_fraction) if own else "")
+    if SHARED in columns:
+        cells.append(percent(rows[SHARED].bound_fraction) if SHARED in rows else "")
+    return [*cells, format_flags(rows[GLOO])]
 
 
 def best_cell(row: Row) -> str:

@@ -1,9 +1,10 @@
 """Measures what the thresholds of csrc/algorithms/choose.h decide, on this machine.
 
-Three comparisons, each interleaved in one run, as ratios of medians:
+Four comparisons, each interleaved in one run, as ratios of medians:
 
   algorithms  one_shot, two_shot and ring all_reduce over sizes: where the fastest one changes
   streaming   slots written through the caches or past them, with the flag latency beside it
+  single copy private tensors copied straight from rank to rank or through slots
   slots       bytes of a slot
 
 Ranks are processes, each on a core of its own where there are enough.
@@ -32,6 +33,7 @@ from pycomm.config import Config
 ALGORITHMS = ("one_shot", "two_shot", "ring")
 SMALL = [1 << k for k in range(12, 21)]
 LARGE = [64 << 10, 256 << 10, 1 << 20, 16 << 20, 64 << 20]
+MIDDLE = [1 << k for k in range(16, 24)]
 SLOT_BYTES = [64 << 10, 128 << 10, 256 << 10, 512 << 10]
 SAMPLE_BYTES = 16 << 20  # moved by one sample's calls, about
 
@@ -44,7 +46,7 @@ examples:
 """
 
 Calls = dict[str, Callable[[torch.Tensor], object]]
-Times = dict[str, dict[int, float]]  # seconds by variant and size
+Times = dict[str, dict[int, float]]  # microseconds by variant and size
 
 
 def measure(communicator: Communicator, calls: Calls, sizes: list[int], repeats: int) -> Times:
@@ -63,7 +65,7 @@ def measure(communicator: Communicator, calls: Calls, sizes: list[int], repeats:
                     call(tensor)
                 samples[name].append((time.perf_counter() - began) / number)
         for name in calls:
-            medians[name][size] = statistics.median(samples[name])
+            medians[name][size] = 1e6 * statistics.median(samples[name])
     return medians
 
 
@@ -85,9 +87,16 @@ def rank_main(rank: int, world_size: int, port: int, repeats: int) -> None:
     algorithms: Calls = {name: partial(plain.all_reduce, algorithm=name) for name in ALGORITHMS}
     by_algorithm = measure(plain, algorithms, SMALL, repeats)
     streams: Calls = {
-        name: communicator(name, streaming=name).all_reduce for name in ("never", "always")
+        name: communicator(name, streaming=name, single_copy="never").all_reduce
+        for name in ("never", "always")
     }
     by_stream = measure(plain, streams, LARGE, repeats)
+    flags.append(plain.flag_latency_ns())
+    copies: Calls = {
+        name: communicator(f"once {name}", single_copy=name).all_reduce
+        for name in ("never", "always")
+    }
+    by_copy = measure(plain, copies, MIDDLE, repeats)
     flags.append(plain.flag_latency_ns())
     slots: Calls = {
         format_bytes(size): communicator(f"slot{size}", slot_bytes=size).all_reduce
@@ -99,6 +108,7 @@ def rank_main(rank: int, world_size: int, port: int, repeats: int) -> None:
         latencies = ", ".join(f"{flag:.0f}" for flag in flags)
         show(f"all_reduce by algorithm, {world_size} ranks", by_algorithm)
         show(f"slots past the caches (flags {latencies} ns)", by_stream)
+        show("copied once", by_copy)
         show("bytes of a slot", by_slot)
 
 

@@ -13,7 +13,7 @@ import bound
 import torch
 import torch.distributed as dist
 from cases import ROOT, Array, Buffers, Case
-from names import BOUND, COMMUNICATOR, FLOOR, GLOO, PYCOMM
+from names import BOUND, COMMUNICATOR, FLOOR, GLOO, PYCOMM, SHARED
 from rank_loop import Call, Unsupported, serve
 
 import pycomm
@@ -116,6 +116,40 @@ def ping_pong(send: Callable[..., object], receive: Callable[..., object], side:
     return (first, second, lambda: None)[min(side.rank, 2)]
 
 
+SHARED_OPS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "reduce")
+SHARED_BYTES = 256 << 10  # smaller ones travel with their headers, wherever they lie
+
+
+class SharedCall:
+    """A call on tensors that all ranks share; the first one takes from and gives to the case's own."""
+
+    def __init__(self, op: str, side: Side, communicator: Any, group: dist.ProcessGroup) -> None:
+        self.private = side
+        source, target = (
+            pycomm.empty(it.numel(), dtype=it.dtype, shared=True, group=group)
+            for it in (side.source, side.target)
+        )
+        self.shared = Side(side.rank, side.world_size, source, target)
+        call = direct(op, self.shared, communicator)
+        assert not isinstance(call, Unsupported)
+        self.call = call
+        self.is_first = True
+
+    def __call__(self) -> None:
+        if not self.is_first:
+            self.call()
+            return
+        self.is_first = False
+        self.shared.source.copy_(self.private.source)
+        self.shared.target.copy_(self.private.target)
+        self.call()
+        self.private.target.copy_(self.shared.target)
+        dist.barrier()  # sums of zeros stay zeros, but not while others still read
+        self.shared.source.zero_()
+        self.shared.target.zero_()
+        dist.barrier()
+
+
 class TorchEngine:
     """All variants that live in a torch process."""
 
@@ -132,6 +166,10 @@ class TorchEngine:
             if name == BOUND:
                 if case.size_bytes >= bound.MIN_BYTES:
                     calls[name] = bound.make_call(case)
+            elif name == SHARED:
+                if case.op in SHARED_OPS and case.size_bytes >= SHARED_BYTES:
+                    group = self.groups[PYCOMM]
+                    calls[name] = SharedCall(case.op, side, self.communicator, group)
             elif name == COMMUNICATOR:
                 calls[name] = direct(case.op, side, self.communicator)
             elif name != FLOOR or case.size_bytes <= FLOOR_BYTES:
@@ -186,7 +224,7 @@ def main() -> None:
     torch.set_num_threads(1)
     groups = open_groups(args.rank, args.world_size, args.store)
     floor = [FLOOR] * (FLOOR in groups)
-    variants = [GLOO, PYCOMM, COMMUNICATOR, *floor, *[BOUND] * args.bound]
+    variants = [GLOO, PYCOMM, COMMUNICATOR, SHARED, *floor, *[BOUND] * args.bound]
     serve(TorchEngine(groups, variants), args.socket)
     dist.destroy_process_group()
 

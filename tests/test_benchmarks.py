@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -115,3 +116,17 @@ def test_a_short_run_writes_results_tables_and_plots(tmp_path: Path) -> None:
     for name in ("results.md", "all_reduce.png", "barrier.png"):
         assert (tmp_path / name).stat().st_size > 0
     assert not bars.bars_table(run)[1], "sizes that were not measured must fail"
+
+
+def test_thresholds() -> None:
+    """All four comparisons, with times in microseconds or more."""
+    ended = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / "thresholds.py", "--repeats", "1"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    times = [float(t) for t in re.findall(r"([\d.e-]+) (?:µs|ms) ", ended.stdout)]
+    assert len(times) == 9 * 3 + 5 * 2 + 8 * 2 + 5 * 4
+    assert min(times) > 0.1

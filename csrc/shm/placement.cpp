@@ -17,19 +17,22 @@ constexpr uint32_t kProbeRounds =
     1 + kProbeBatches * kRoundsPerBatch;  // the first brings both here
 // Placement changes while a job runs (the scheduler, or the host under a virtual machine), so it is
 // measured again.
-constexpr uint64_t kOperationsBetweenProbes = 512;
+constexpr int64_t kBytesBetweenProbes = 512 << 20;
+// A shorter operation counts as this much: a probe may take as long as a few of them.
+constexpr int64_t kLeastCounted = 1 << 20;
 
 }  // namespace
 
-bool ShmCommunicator::probe_is_due() const {
-  return large_operations_ % kOperationsBetweenProbes == 0;
-}
+bool ShmCommunicator::probe_is_due() const { return until_probe_ <= 0; }
 
 // Of every operation on large private tensors, when all ranks have entered it if the probe is due.
-void ShmCommunicator::follow_placement() {
+void ShmCommunicator::follow_placement(const Request& request) {
   const ShmConfig& config = segment_->head().config;
   const bool due = probe_is_due();
-  ++large_operations_;
+  if (due) until_probe_ = kBytesBetweenProbes;
+  // Ranks must agree, so where their counts may differ these do not count.
+  const bool even = !announcement_of(rank()).header.has_parts;
+  until_probe_ -= even ? std::max(request.bytes(), kLeastCounted) : kLeastCounted;
   if (!due) return;
   uint32_t latency = 0;  // while ranks take turns on a core and its caches
   if (!crowded_ && (config.streaming == Choice::kAuto || config.single_copy == Choice::kAuto)) {

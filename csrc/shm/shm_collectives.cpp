@@ -98,7 +98,7 @@ void ShmCommunicator::all_reduce(const Request& request) {
                                 ? direct_reduce(slots_, math, memory, count, request.root)
                                 : direct_all_reduce(slots_, math, memory, count));
   }
-  follow_placement();
+  follow_placement(request);
   if (request.operation == Operation::kAllReduce && copies_once(request) && all_are_in_place())
     return advance_directly(
         copied_all_reduce(slots_, math_for(request, false), reader(), output, count, scratch()));
@@ -151,7 +151,7 @@ void ShmCommunicator::reduce_scatter(const Request& request) {
     return advance_directly(direct_reduce_scatter(
         slots_, math_for(request, false), [this](int peer) { return shared_tensor(peer); }, output,
         request.count * real.components));
-  follow_placement();
+  follow_placement(request);
   if (request.inputs.empty() && copies_once(request))
     return advance_directly(copied_reduce_scatter(
         slots_, math_for(request, false), reader(), bytes_at(request.input),
@@ -174,7 +174,7 @@ void ShmCommunicator::broadcast(const Request& request) {
   announce();
   if (!root || !meets_later(request)) meet();
   const int64_t count = request.count * real_view(request.dtype).components;
-  if (!is_shared(request.root)) follow_placement();
+  if (!is_shared(request.root)) follow_placement(request);
   if (is_shared(request.root) || copies_once(request))
     return advance_directly(direct_gather(
         slots_, reader(), [&](int peer) { return peer == request.root && !root ? data : nullptr; },
@@ -212,7 +212,7 @@ void ShmCommunicator::gather(const Request& request) {
     any_is_large |= !is_eager(peer);
     all_shared = all_shared && (is_eager(peer) || is_shared(peer));
   }
-  if (any_is_large && !all_shared) follow_placement();
+  if (any_is_large && !all_shared) follow_placement(request);
   // A sender that is neither eager nor can be reached goes through slots.
   const auto is_reached = [&](int peer) {
     return !is_eager(peer) && (all_shared || reaches(count_at(peer) * element));
@@ -275,7 +275,7 @@ void ShmCommunicator::all_to_all(const Request& request) {
     eager[from] = offset(from, world_size()) <= kEagerBytes;
     any_is_large |= !eager[from];
   }
-  if (any_is_large) follow_placement();
+  if (any_is_large) follow_placement(request);
   for (int from = 0; from < world_size(); ++from) {
     reached[from] = reaches(offset(from, world_size()));
     any_reached |= reached[from];

@@ -109,7 +109,7 @@ class ShmCommunicator : public Communicator, private Watch {
   double round_trip_ns(int peer, uint32_t turn);
   void wait_for_flag(int peer, Flag& flag, uint32_t target) const;
   bool probe_is_due() const;
-  void follow_placement();
+  void follow_placement(const Request& request);
 
   // The end of a wait.
   bool check_wait(int peer, bool sleeping) const override;
@@ -134,7 +134,7 @@ class ShmCommunicator : public Communicator, private Watch {
   bool crowded_ = false;  // more ranks than cores; the same on all ranks
   ShmSlots slots_;
   std::atomic<uint32_t> sequence_{0};  // of the operation in progress, or the last one; wraps
-  uint64_t large_operations_ = 0;      // of private tensors
+  int64_t until_probe_ = 0;  // bytes of large operations before the latency is measured again
   bool stream_ = false;
   uint32_t probe_base_ = 0;          // rank 0's latency flag before the next measurement
   std::atomic<bool> failed_{false};  // a failure has been reported here: later calls say so
