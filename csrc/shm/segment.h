@@ -49,11 +49,12 @@ struct OperationHeader {
   int64_t place;       // 1 + offset in this rank's heap of the tensor that peers may use, or 0
 };
 
-// What this rank sends to and expects from each rank, in elements.
-struct Parts {
-  int64_t sends[kMaxRanks];
-  int64_t receives[kMaxRanks];
-  uint64_t addresses[kMaxRanks];  // of what is sent, for its own process
+// What this rank sends to and expects from another, in elements, and where what it sends lies in
+// its own process.
+struct Part {
+  int64_t sends;
+  int64_t receives;
+  uint64_t address;
 };
 
 // An operation's header, and behind it as much data as fits: a short message travels with its
@@ -62,7 +63,7 @@ inline constexpr int64_t kEagerBytes = 16 << 10;
 struct alignas(kSeparationBytes) Announcement {
   OperationHeader header;
   char payload[kEagerBytes];
-  Parts parts;
+  Part parts[kMaxRanks];
 };
 
 struct RankArea {

@@ -243,7 +243,7 @@ void ShmCommunicator::gather(const Request& request) {
 void ShmCommunicator::all_to_all(const Request& request) {
   const int me = rank(), components = real_view(request.dtype).components;
   const int64_t element = bytes_of(request.dtype);
-  const auto sent = [&](int from, int to) { return announcement_of(from).parts.sends[to]; };
+  const auto sent = [&](int from, int to) { return announcement_of(from).parts[to].sends; };
   // Bytes that `from` sends to the others before its part for `to`; to = world_size: to all.
   const auto offset = [&](int from, int to) {
     int64_t bytes = 0;
@@ -283,7 +283,7 @@ void ShmCommunicator::all_to_all(const Request& request) {
       copy(output_of(from), announcement_of(from).payload + offset(from, me),
            sent(from, me) * element, false);
     if (reached[from] && from != me)
-      read_memory(from, announcement_of(from).parts.addresses[me], output_of(from),
+      read_memory(from, announcement_of(from).parts[me].address, output_of(from),
                   sent(from, me) * element);
     for (int to = 0; !eager[from] && !reached[from] && to < world_size(); ++to)
       if (to != from) most = std::max(most, sent(from, to) * components);
@@ -418,34 +418,34 @@ bool ShmCommunicator::meets_later(const Request& request) {
 }
 
 void ShmCommunicator::write_parts(const Request& request) {
-  Parts& parts = announcement_of(rank()).parts;
+  Part* parts = announcement_of(rank()).parts;
   const bool is_root = rank() == request.root;
   for (int peer = 0; peer < world_size(); ++peer) {
     const auto input = [&] { return request.inputs[peer].count; };
     const auto output = [&] { return request.outputs[peer].count; };
     const int64_t with_root = peer == request.root ? request.count : 0;
     if (!request.inputs.empty())
-      parts.addresses[peer] = reinterpret_cast<uint64_t>(request.inputs[peer].data);
+      parts[peer].address = reinterpret_cast<uint64_t>(request.inputs[peer].data);
     switch (request.operation) {
       case Operation::kGather:
-        parts.sends[peer] = with_root;
-        parts.receives[peer] = is_root ? output() : 0;
+        parts[peer].sends = with_root;
+        parts[peer].receives = is_root ? output() : 0;
         break;
       case Operation::kScatter:
-        parts.sends[peer] = is_root ? input() : 0;
-        parts.receives[peer] = with_root;
+        parts[peer].sends = is_root ? input() : 0;
+        parts[peer].receives = with_root;
         break;
       case Operation::kAllGather:
-        parts.sends[peer] = request.count;
-        parts.receives[peer] = output();
+        parts[peer].sends = request.count;
+        parts[peer].receives = output();
         break;
       case Operation::kReduceScatter:
-        parts.sends[peer] = input();
-        parts.receives[peer] = request.count;
+        parts[peer].sends = input();
+        parts[peer].receives = request.count;
         break;
       default:
-        parts.sends[peer] = input();
-        parts.receives[peer] = output();
+        parts[peer].sends = input();
+        parts[peer].receives = output();
         break;
     }
   }
@@ -476,8 +476,8 @@ void ShmCommunicator::meet_peer(int peer) {
 void ShmCommunicator::check_parts() {
   for (int from = 0; from < world_size(); ++from)
     for (int to = 0; to < world_size(); ++to) {
-      const int64_t sent = announcement_of(from).parts.sends[to];
-      const int64_t expected = announcement_of(to).parts.receives[from];
+      const int64_t sent = announcement_of(from).parts[to].sends;
+      const int64_t expected = announcement_of(to).parts[from].receives;
       PYCOMM_CHECK(sent == expected, kMismatch, "ranks disagree on operation ", sequence_, ", ",
                    describe(*request_), ": rank ", from, " has ", sent, " elements for rank ", to,
                    ", which expects ", expected,
