@@ -84,6 +84,10 @@ enum class Operation : uint8_t { PYCOMM_OPERATIONS(PYCOMM_ENUMERATOR) };
 enum class Algorithm : uint8_t { PYCOMM_ALGORITHMS(PYCOMM_ENUMERATOR) };
 #undef PYCOMM_ENUMERATOR
 
+#define PYCOMM_ONE(...) +1
+inline constexpr int kOperations = 0 PYCOMM_OPERATIONS(PYCOMM_ONE);
+#undef PYCOMM_ONE
+
 #define PYCOMM_CASE(enumerator, text, ...) \
   case Enum::enumerator:                   \
     return text;

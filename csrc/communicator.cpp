@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "call_site.h"
 #include "error.h"
 #include "interrupt.h"
 
@@ -25,13 +26,21 @@ bool Request::needs_table() const {
   }
 }
 
+namespace {
+// Where it says more than the count.
+std::string shape_of(const Shape& shape) {
+  return shape.dims == Shape::kUnknown || shape.dims == 1 ? "" : ", shape=" + to_text(shape);
+}
+}  // namespace
+
 std::string describe(const Request& request) {
   std::string text = name_of(request.operation);
   if (request.operation == Operation::kBarrier ||
       request.operation == Operation::kMonitoredBarrier ||
       request.operation == Operation::kMeasureLatency)
     return text + "()";
-  text += concat("(count=", request.count, ", dtype=", name_of(request.dtype));
+  text +=
+      concat("(count=", request.count, shape_of(request.shape), ", dtype=", name_of(request.dtype));
   if (request.reduces()) text += concat(", op=", name_of(request.op));
   if (request.has_root()) text += concat(", root=", request.root);
   if (request.algorithm != Algorithm::kAuto)
@@ -42,8 +51,8 @@ std::string describe(const Request& request) {
 std::string describe(const Message& message) {
   const bool sends = message.operation == Operation::kSend;
   return concat(
-      name_of(message.operation), "(count=", message.count, ", dtype=", name_of(message.dtype),
-      sends ? ", to rank " : ", from ",
+      name_of(message.operation), "(count=", message.count, shape_of(message.shape),
+      ", dtype=", name_of(message.dtype), sends ? ", to rank " : ", from ",
       message.peer == kAnySource ? "any rank" : concat(sends ? "" : "rank ", message.peer),
       ", tag=", message.tag, ")");
 }
@@ -53,12 +62,31 @@ Communicator::Communicator(int rank, int world_size, std::chrono::milliseconds t
   PYCOMM_CHECK(rank >= 0 && rank < world_size, kInvalidArgument, "rank ", rank,
                " is not in a world of ", world_size);
   set_timeout(timeout);
+  for (int peer = 0; peer < world_size; ++peer) global_ranks_.push_back(peer);
 }
 
 void Communicator::set_timeout(std::chrono::milliseconds timeout) {
   PYCOMM_CHECK(timeout.count() > 0, kInvalidArgument, "rank ", rank_,
                ": the timeout must be positive, not ", timeout.count(), " ms");
   timeout_.store(timeout);
+}
+
+void Communicator::set_group(const std::string& name, const std::vector<int>& global_ranks) {
+  PYCOMM_CHECK(static_cast<int>(global_ranks.size()) == world_size_, kInvalidArgument, "rank ",
+               rank_, ": ", global_ranks.size(), " global ranks for a group of ", world_size_);
+  name_ = name;
+  global_ranks_ = global_ranks;
+}
+
+std::string Communicator::group_text() const {
+  if (name_.empty()) return "";
+  std::string ranks;
+  bool same = true;
+  for (int rank = 0; rank < world_size_; ++rank) {
+    ranks += concat(rank == 0 ? "" : ", ", global_ranks_[rank]);
+    same = same && global_ranks_[rank] == rank;
+  }
+  return concat(" of group ", name_, same ? "" : " (global ranks " + ranks + ")");
 }
 
 void Communicator::check(const Request& request) const {
@@ -179,8 +207,40 @@ void Communicator::check_overlap(const Request& request) const {
 void Communicator::execute_in_turn(const Request& request) {
   std::lock_guard<std::mutex> lock(turn_);
   execute(request);
-  operations_.fetch_add(1, std::memory_order_relaxed);
-  bytes_.fetch_add(static_cast<uint64_t>(request.bytes()), std::memory_order_relaxed);
+}
+
+void Communicator::count(Operation operation, int64_t bytes, uint64_t started, uint64_t met,
+                         uint64_t finished) {
+  Counters& counters = counters_[static_cast<int>(operation)];
+  // One thread at a time: operations have their turn, messages the messenger's lock.
+  const auto add = [](std::atomic<uint64_t>& counter, uint64_t value) {
+    counter.store(counter.load(std::memory_order_relaxed) + value, std::memory_order_relaxed);
+  };
+  add(counters.operations, 1);
+  add(counters.bytes, static_cast<uint64_t>(bytes));
+  add(counters.ticks, finished - started);
+  if (met != 0) add(counters.ticks_wait, met - started);
+}
+
+Tally Communicator::tally(Operation operation) const {
+  const Counters& counters = counters_[static_cast<int>(operation)];
+  const auto seconds = [rate = scale().nanoseconds_per_tick](uint64_t ticks) {
+    return static_cast<double>(ticks) * rate * 1e-9;
+  };
+  return {counters.operations.load(), counters.bytes.load(), seconds(counters.ticks.load()),
+          seconds(counters.ticks_wait.load())};
+}
+
+Tally Communicator::tally() const {
+  Tally total;
+  for (int operation = 0; operation < kOperations; ++operation) {
+    const Tally part = tally(static_cast<Operation>(operation));
+    total.operations += part.operations;
+    total.bytes += part.bytes;
+    total.seconds += part.seconds;
+    total.seconds_wait += part.seconds_wait;
+  }
+  return total;
 }
 
 // A completion callback that communicates runs on the worker: queued behind itself it would wait
@@ -204,6 +264,8 @@ std::shared_ptr<Pending> Communicator::submit(Request request, bool async,
     execute_in_turn(request);
     return nullptr;
   }
+  request.record = recorder_.schedule(request, find_call_site());
+  request.shape = {};
   return queue([this, request = std::move(request),
                 keep_alive = std::move(keep_alive)] { execute_in_turn(request); },
                async);

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "common.h"
+#include "recorder.h"
 #include "worker.h"
 
 namespace pycomm {
@@ -47,6 +48,8 @@ struct Request {
   std::vector<Span> outputs;      // all_gather, all_to_all; gather on the root
   bool wait_all_ranks = false;    // monitored_barrier: name every missing rank, not just the first
   std::chrono::milliseconds timeout{0};  // 0: the communicator's
+  Shape shape;                           // for people, while it is called
+  uint64_t record = 0;                   // of the flight recorder, if it was queued
 
   int64_t bytes() const { return count * bytes_of(dtype); }
   bool reduces() const {
@@ -74,6 +77,7 @@ struct Message {
   int64_t count = 0;
   void* data = nullptr;                  // read only by kSend
   std::chrono::milliseconds timeout{0};  // 0: the communicator's
+  Shape shape;                           // for people
 
   int64_t bytes() const { return count * bytes_of(dtype); }
 };
@@ -85,9 +89,22 @@ std::string describe(const Message& message);
 // Why a communicator has ended, if it has.
 enum class Failure { kNone, kTimeout, kHere, kElsewhere };
 
-struct Stats {
-  uint64_t operations;
-  uint64_t bytes;  // of user tensors: count * element size
+// What was done so far, of one operation or message.
+struct Tally {
+  uint64_t operations = 0;
+  uint64_t bytes = 0;       // of user tensors: count * element size
+  double seconds = 0;       // from start to end; of short ones that had not to wait, none
+  double seconds_wait = 0;  // of them, until all ranks had entered
+};
+
+// The state of a rank, as far as another one can tell.
+struct RankState {
+  int pid = 0;
+  bool alive = true;
+  bool stopped = false;   // by a signal or a debugger
+  bool left = false;      // the group
+  uint32_t sequence = 0;  // the last collective that it entered
+  std::string farewell;   // what it left with, if that was an exception
 };
 
 class Communicator {
@@ -97,6 +114,11 @@ class Communicator {
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
 
+  // How error messages name the group (empty: they do not), and its ranks in the whole job. Before
+  // the first operation.
+  void set_group(const std::string& name, const std::vector<int>& global_ranks);
+  const std::string& name() const { return name_; }
+  const std::vector<int>& global_ranks() const { return global_ranks_; }
   int rank() const { return rank_; }
   int world_size() const { return world_size_; }
   std::chrono::milliseconds timeout() const { return timeout_.load(); }
@@ -143,14 +165,27 @@ class Communicator {
   // Half a round trip of a flag between rank 0 and the farthest rank, in nanoseconds. Collective.
   virtual double flag_latency_ns() = 0;
 
-  Stats stats() const { return {operations_.load(), bytes_.load()}; }
+  Tally tally(Operation operation) const;
+  Tally tally() const;  // of all
   virtual uint64_t sequence() const = 0;
+  // What the flight recorder holds of any rank, oldest first; in ticks of `scale()`.
+  virtual std::vector<RecordView> records(int rank) const = 0;
+  virtual RankState state_of(int rank) const = 0;
+  // The first failure of any rank, or nothing.
+  virtual std::string failure_report() const = 0;
+  TickScale::Now scale() const { return scale_.now(); }
+
+  // What peers are told when this rank leaves because of an exception.
+  virtual void set_farewell(const std::string& reason) = 0;
 
  protected:
   virtual void execute(const Request& request) = 0;
+  // Of an operation or message that is done; `started`, `met` and `finished` in ticks.
+  void count(Operation operation, int64_t bytes, uint64_t started, uint64_t met, uint64_t finished);
   void check(const Request& request) const;
   void check(const Message& message) const;
   void stop_worker() { worker_.stop(); }
+  std::string group_text() const;  // " of group dp (global ranks 1, 3)"
 
  private:
   void check_parts(const Request& request) const;
@@ -161,11 +196,20 @@ class Communicator {
 
   const int rank_;
   const int world_size_;
+  std::string name_;
+  std::vector<int> global_ranks_;
   std::atomic<std::chrono::milliseconds> timeout_;
   std::mutex turn_;  // held while an operation executes: there is one at a time
-  std::atomic<uint64_t> operations_{0};
-  std::atomic<uint64_t> bytes_{0};
+  // Per operation, in ticks.
+  struct Counters {
+    std::atomic<uint64_t> operations{0}, bytes{0}, ticks{0}, ticks_wait{0};
+  };
+  Counters counters_[kOperations];
+  const TickScale scale_;
   Worker worker_;
+
+ protected:
+  mutable Recorder recorder_;
 };
 
 }  // namespace pycomm

@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <chrono>
 #include <memory>
 #include <optional>
@@ -90,6 +91,7 @@ class Call {
   TensorView counted(const py::handle& tensor) {
     const TensorView view = this->view(tensor);
     request_.count = view.count;
+    request_.shape = view.shape;
     return view;
   }
   // One buffer for world_size parts of the call's count.
@@ -310,6 +312,7 @@ Message message_of(Communicator& self, Operation operation, const py::object& te
   message.count = view.count;
   message.data = view.data;
   message.timeout = to_limit(timeout, self.rank());
+  message.shape = view.shape;
   return message;
 }
 
@@ -354,12 +357,91 @@ py::object recv(Communicator& self, py::object tensor, std::optional<int> peer, 
 
 // ---- the rest
 
-py::dict stats(const Communicator& self) {
-  const Stats stats = self.stats();
+#define PYCOMM_LIST(enumerator, ...) Operation::enumerator,
+constexpr Operation kAllOperations[] = {PYCOMM_OPERATIONS(PYCOMM_LIST)};
+#undef PYCOMM_LIST
+
+py::dict to_dict(const Tally& tally) {
   py::dict result;
-  result["operations"] = stats.operations;
-  result["bytes"] = stats.bytes;
+  result["operations"] = tally.operations;
+  result["bytes"] = tally.bytes;
+  result["seconds"] = tally.seconds;
+  result["seconds_wait"] = tally.seconds_wait;
   return result;
+}
+
+py::dict stats(const Communicator& self) {
+  py::dict result = to_dict(self.tally()), kinds;
+  for (const Operation operation : kAllOperations) {
+    const Tally tally = self.tally(operation);
+    if (tally.operations > 0) kinds[name_of(operation)] = to_dict(tally);
+  }
+  result["kinds"] = kinds;
+  return result;
+}
+
+py::dict to_dict(const Communicator& self, const RecordView& record, const TickScale::Now& now) {
+  const auto time = [&](uint64_t ticks) -> py::object {
+    return ticks == 0 ? py::object(py::none()) : py::int_(now.epoch_of(ticks));
+  };
+  const bool message = record.is_message();
+  Request request;
+  request.operation = record.operation;
+  const auto some = [](bool is, auto value) {
+    return is ? py::object(py::cast(value)) : py::object(py::none());
+  };
+  py::dict result;
+  result["record_id"] = record.number;
+  result["sequence"] = record.sequence;
+  result["operation"] = name_of(record.operation);
+  result["dtype"] = name_of(record.dtype);
+  result["op"] = some(request.reduces(), name_of(record.op));
+  result["count"] = record.count;
+  const std::vector<int64_t> sizes(record.sizes, record.sizes + std::max(record.dims, 0));
+  result["shape"] = some(record.dims != Shape::kUnknown, sizes);
+  result["root"] = some(request.has_root(), record.peer);
+  result["peer"] = some(message, record.peer);
+  result["tag"] = some(message, record.tag);
+  result["bytes"] = record.count * bytes_of(record.dtype);
+  result["state"] = record.state();
+  result["created_ns"] = time(record.created);
+  result["started_ns"] = time(record.started);
+  result["met_ns"] = time(record.met);
+  result["finished_ns"] = time(record.finished);
+  result["line"] = record.line;
+  result["timeout_ms"] = self.timeout().count();
+  return result;
+}
+
+void check_rank(const Communicator& self, int rank) {
+  PYCOMM_CHECK(rank >= 0 && rank < self.world_size(), kInvalidArgument, "rank ", self.rank(),
+               ": there is no rank ", rank, " in a group of ", self.world_size());
+}
+
+py::list records(const Communicator& self, int rank) {
+  check_rank(self, rank);
+  const TickScale::Now now = self.scale();
+  py::list result;
+  for (const RecordView& record : self.records(rank)) result.append(to_dict(self, record, now));
+  return result;
+}
+
+py::dict rank_state(const Communicator& self, int rank) {
+  check_rank(self, rank);
+  const RankState state = self.state_of(rank);
+  py::dict result;
+  result["pid"] = state.pid;
+  result["alive"] = state.alive;
+  result["stopped"] = state.stopped;
+  result["left"] = state.left;
+  result["sequence"] = state.sequence;
+  result["farewell"] = state.farewell;
+  return result;
+}
+
+std::optional<std::string> failure_report(const Communicator& self) {
+  const std::string report = self.failure_report();
+  return report.empty() ? std::nullopt : std::make_optional(report);
 }
 
 // ---- the class
@@ -474,7 +556,24 @@ void bind_communicator(py::module_& m) {
            "Ends all operations of all ranks with AbortedError, now and later. From any thread.")
       .def("shutdown", &Communicator::shutdown, Release(),
            "Finishes what is queued and leaves the group.")
-      .def("stats", &stats, "Operations and bytes of user tensors so far.")
+      .def_property_readonly("name", &Communicator::name,
+                             "How error messages name the group; empty: they do not.")
+      .def_property_readonly("global_ranks", &Communicator::global_ranks,
+                             "The ranks of the group in the whole job.")
+      .def("_set_group", &Communicator::set_group, arg("name"), arg("global_ranks"))
+      .def("stats", &stats,
+           "How many operations and messages were done, bytes of user tensors, seconds from start "
+           "to "
+           "end, and of these the seconds until all ranks had entered (seconds_wait); in all, and "
+           "by "
+           "`kinds`.")
+      .def("records", &records, arg("rank"),
+           "The flight recorder of any rank of the group: its last operations, oldest first.")
+      .def("rank_state", &rank_state, arg("rank"),
+           "What is known of a rank: pid, alive, stopped, left, sequence, farewell.")
+      .def("failure_report", &failure_report, "The group's first failure, or None.")
+      .def("set_farewell", &Communicator::set_farewell, arg("reason"),
+           "What peers are told if this rank leaves while they wait for it.")
       .def("_address",  // for pycomm._c10d, which shares the object: a pointer to a std::shared_ptr
            [](const std::shared_ptr<Communicator>& self) {
              return py::capsule(new std::shared_ptr<Communicator>(self), kCapsule,

@@ -14,10 +14,12 @@
 #include <vector>
 
 #include "bindings.h"
+#include "call_site.h"
 #include "communicator.h"
 #include "error.h"
 #include "interrupt.h"
 #include "kernels/elementwise.h"
+#include "python_call_site.h"
 #include "python_tensor.h"
 #include "shm/rendezvous.h"
 #include "shm/shm_communicator.h"
@@ -85,9 +87,19 @@ Choice parse_choice(const char* setting, const std::string& text) {
               concat(setting, " must be auto, never or always, not '", text, "'"));
 }
 
+LifeSign parse_life_sign(const std::string& text) {
+  if (text == "auto") return LifeSign::kAuto;
+  if (text == "pid") return LifeSign::kPid;
+  if (text == "lock") return LifeSign::kLock;
+  if (text == "heartbeat") return LifeSign::kHeartbeat;
+  throw Error(ErrorKind::kInvalidArgument,
+              concat("liveness must be auto, pid, lock or heartbeat, not '", text, "'"));
+}
+
 // Ends a communicator without the GIL: it joins the worker, which may be waiting for the GIL to
 // drop its arguments.
-void destroy(Communicator* communicator) {
+void destroy(ShmCommunicator* communicator) {
+  if (communicator->is_forked()) return;  // its threads, and perhaps its locks, are the parent's
   if (Py_IsInitialized() && PyGILState_Check()) {
     py::gil_scoped_release release;
     delete communicator;
@@ -115,7 +127,8 @@ void end_all_communicators() {
     communicators.swap(living().communicators);
   }
   for (const auto& communicator : communicators)
-    if (const auto alive = communicator.lock()) alive->end();
+    if (const auto alive = communicator.lock())
+      if (!alive->is_forked()) alive->end();
 }
 
 std::shared_ptr<Communicator> make_communicator(std::shared_ptr<Segment> segment, int rank,
@@ -130,15 +143,33 @@ std::shared_ptr<Communicator> make_communicator(std::shared_ptr<Segment> segment
   return communicator;
 }
 
+void bind_call_sites(py::module_& m) {
+  call_site_hook() = python_call_site;
+  m.def("skip_files_under", &skip_files_under, py::arg("folder"),
+        "Error messages name the innermost line of Python code that is not in a file whose name "
+        "begins like this.");
+  m.def(
+      "set_call_sites",
+      [](const std::string& setting) {
+        call_sites() = setting == "always"  ? CallSites::kAlways
+                       : setting == "never" ? CallSites::kNever
+                                            : CallSites::kAuto;
+      },
+      py::arg("setting"), "When that line is looked for: auto, always, never.");
+  m.def("call_site", &python_call_site, "The line that it would be here.");
+}
+
 void bind_shm(py::module_& m) {
   using py::arg;
   using Release = py::call_guard<py::gil_scoped_release>;
   set_interrupt_check(check_signals);
+  bind_call_sites(m);
   py::module_::import("atexit").attr("register")(py::cpp_function(end_all_communicators));
   py::class_<ShmOffer>(m, "ShmOffer", "Rank 0's side of the rendezvous of a host's ranks.")
       .def(py::init([](int world_size, int64_t slot_bytes, int slots, const std::string& streaming,
                        int spin_polls, int64_t heap_bytes, int64_t channel_bytes,
-                       const std::string& single_copy) {
+                       const std::string& single_copy, int records, const std::string& liveness,
+                       bool check_headers) {
              ShmConfig config;
              config.slot_bytes = slot_bytes;
              config.slots = slots;
@@ -147,10 +178,14 @@ void bind_shm(py::module_& m) {
              config.heap_bytes = heap_bytes;
              config.channel_bytes = channel_bytes;
              config.single_copy = parse_choice("single_copy", single_copy);
+             config.records = records;
+             config.liveness = parse_life_sign(liveness);
+             config.check_headers = check_headers;
              return std::make_unique<ShmOffer>(world_size, config);
            }),
            arg("world_size"), py::kw_only(), arg("slot_bytes"), arg("slots"), arg("streaming"),
-           arg("spin_polls"), arg("heap_bytes"), arg("channel_bytes"), arg("single_copy"))
+           arg("spin_polls"), arg("heap_bytes"), arg("channel_bytes"), arg("single_copy"),
+           arg("records"), arg("liveness"), arg("check_headers") = true)
       .def_property_readonly("address", &ShmOffer::address, "What the other ranks need to join.")
       .def(
           "accept",
@@ -165,6 +200,17 @@ void bind_shm(py::module_& m) {
       },
       arg("address"), arg("rank"), arg("timeout"), Release(),
       "Joins the segment that rank 0 offers; returns this rank's communicator.");
+  m.def(
+      "living_communicators",
+      [] {
+        std::vector<std::shared_ptr<Communicator>> alive;
+        std::lock_guard<std::mutex> lock(living().mutex);
+        for (const auto& one : living().communicators)
+          if (const auto communicator = one.lock(); communicator && !communicator->is_forked())
+            alive.push_back(communicator);
+        return alive;
+      },
+      "The communicators of this process.");
 }
 
 // ---- kernels/

@@ -75,6 +75,7 @@ TensorView checked_view(const dlpack::Tensor& tensor, const Caller& caller) {
                " elements is not contiguous; pass x.contiguous(), or use torch.distributed, which "
                "copies for you");
   view.data = static_cast<char*>(tensor.data) + tensor.byte_offset;
+  view.shape = {tensor.dimensions, tensor.shape};
   return view;
 }
 
@@ -146,7 +147,9 @@ TensorView view_of(const py::handle& object, const Caller& caller) {
     auto* managed =
         static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
     if (!managed) throw py::error_already_set();
-    return checked_view(managed->tensor, caller);
+    TensorView view = checked_view(managed->tensor, caller);
+    view.shape = {};  // the capsule's
+    return view;
   } catch (const py::error_already_set&) {
     throw_not_plain(object, caller);
   }

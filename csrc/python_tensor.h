@@ -7,6 +7,7 @@
 #include <ostream>
 
 #include "common.h"
+#include "recorder.h"
 
 namespace pycomm {
 
@@ -14,6 +15,7 @@ struct TensorView {
   void* data = nullptr;
   int64_t count = 0;
   DType dtype = DType::kFloat32;
+  Shape shape;
 
   int64_t bytes() const { return count * bytes_of(dtype); }
 };

@@ -68,6 +68,8 @@ def _offer(store: Store, world_size: int, timeout: timedelta, settings: Config) 
             heap_bytes=min(settings.heap_bytes, MOST_HEAP_BYTES // world_size // 4096 * 4096),
             channel_bytes=settings.channel_bytes,
             single_copy=settings.single_copy,
+            records=settings.records,
+            liveness=settings.liveness,
         )
     except Error as error:
         store.set(OFFER_KEY, f"error {error}")
@@ -89,15 +91,31 @@ def _fetch_offer(store: Store, rank: int, world_size: int, timeout: timedelta) -
     return text
 
 
-def create_backend(store: Store, rank: int, world_size: int, timeout: timedelta) -> Any:
+def create_backend(
+    store: Store,
+    rank: int,
+    world_size: int,
+    timeout: timedelta,
+    name: str = "",
+    global_ranks: list[int] | None = None,
+) -> Any:
     """Collective: the torch.distributed backend of a new group; see create_communicator."""
     communicator = create_communicator(store, rank, world_size, timeout)
+    communicator._set_group(name, global_ranks or list(range(world_size)))
     return c10d.C10dBackend(communicator._address())
 
 
 def _create_backend(options: Any, backend_options: Any) -> Any:
     """What torch calls for ``init_process_group("pycomm")`` and ``new_group``."""
-    return create_backend(options.store, options.group_rank, options.group_size, options.timeout)
+    is_default = dist.group.WORLD is None
+    return create_backend(
+        options.store,
+        options.group_rank,
+        options.group_size,
+        options.timeout,
+        "" if is_default else options.group_id,
+        options.global_ranks_in_group,
+    )
 
 
 def get_communicator(group: dist.ProcessGroup | None = None) -> Communicator:

@@ -53,6 +53,19 @@ class Config:
         "Whether ranks read each other's private tensors of 16 KiB to 4 MiB directly, if the "
         "kernel lets all of them: auto (by measured flag latency), never, always.",
     )
+    records: int = _setting(
+        512, "Operations per rank that the flight recorder remembers; a power of two."
+    )
+    call_sites: str = _setting(
+        "auto",
+        "When the Python line of a call is looked for: auto (of asynchronous operations at the call, "
+        "of others if they fail), always (0.3 us a call; traces then name every line), never.",
+    )
+    liveness: str = _setting(
+        "auto",
+        "How ranks notice a peer's death: auto (pid; between containers lock, else heartbeat), pid, "
+        "lock, heartbeat.",
+    )
     ddp_overlap: str = _setting(
         "auto",
         "Whether DDP's buckets travel while backward goes on, on a thread of their own: "
@@ -92,6 +105,8 @@ class Config:
             "streaming": ("auto", "never", "always"),
             "single_copy": ("auto", "never", "always"),
             "ddp_overlap": ("auto", "0", "1"),
+            "call_sites": ("auto", "always", "never"),
+            "liveness": ("auto", "pid", "lock", "heartbeat"),
         }.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -38,6 +39,8 @@ def load() -> tuple[ModuleType, ModuleType]:
             "`pip install --no-build-isolation .`"
         ) from error
     check_versions(info.TORCH_VERSION, torch.__version__)
+    for module in (torch, info):  # errors name the user's line, not torch's or ours
+        core.skip_files_under(f"{Path(str(module.__file__)).parent}/")
     try:
         return core, importlib.import_module("pycomm._c10d")
     except ImportError as error:

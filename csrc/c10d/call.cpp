@@ -180,6 +180,7 @@ std::string Call::name() const {
 void Call::set_dtype(const at::Tensor& tensor) {
   request_.dtype = to_dtype(tensor.scalar_type(), [this] { return name(); });
   request_.count = tensor.numel();
+  request_.shape = {tensor.dim(), tensor.sizes().data()};
   dtype_ = tensor.scalar_type();
 }
 
@@ -367,6 +368,7 @@ c10::intrusive_ptr<C10dWork> Call::post(int peer, int tag, void* data) {
     message.tag = tag;
     message.data = data;
     message.timeout = timeout_;
+    message.shape = request_.shape;
     auto pending = target_.communicator->post(message, nullptr);
     work.set_driver(pending);
     return pending;

@@ -1,9 +1,19 @@
 #include "liveness.h"
 
+#include <fcntl.h>
 #include <poll.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "../error.h"
+#include "wait.h"
 
 namespace pycomm {
 
@@ -11,28 +21,149 @@ namespace pycomm {
 #define SYS_pidfd_open 434
 #endif
 
-int Liveness::own_pid() { return static_cast<int>(getpid()); }
+namespace {
 
-uint64_t Liveness::own_pid_namespace() {
+using Clock = std::chrono::steady_clock;
+constexpr std::chrono::milliseconds kBeat{100};
+
+uint64_t own_pid_namespace() {
   struct stat status;
   return stat("/proc/self/ns/pid", &status) == 0 ? static_cast<uint64_t>(status.st_ino) : 0;
 }
 
-void Liveness::watch(int pid, uint64_t pid_namespace) {
-  const bool comparable =
-      pid != own_pid() && pid_namespace != 0 && pid_namespace == own_pid_namespace();
-  descriptors_.push_back(comparable ? static_cast<int>(syscall(SYS_pidfd_open, pid, 0)) : -1);
+// A rank's lock is the byte of the segment at its number.
+struct flock byte_of(int rank) {
+  struct flock lock{};
+  lock.l_type = F_WRLCK;
+  lock.l_whence = SEEK_SET;
+  lock.l_start = rank;
+  lock.l_len = 1;
+  return lock;
 }
 
+}  // namespace
+
+Liveness::Liveness(std::shared_ptr<Segment> segment, int rank)
+    : segment_(std::move(segment)),
+      rank_(rank),
+      pid_namespace_(own_pid_namespace()),
+      watched_(static_cast<size_t>(segment_->head().world_size)) {}
+
+Liveness::~Liveness() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    stopping_ = true;
+  }
+  heart_stops_.notify_all();
+  if (heart_.joinable()) heart_.join();
+  for (const Watched& peer : watched_)
+    if (peer.descriptor >= 0) close(peer.descriptor);
+  if (lock_descriptor_ >= 0) close(lock_descriptor_);
+}
+
+void Liveness::introduce() {
+  RankArea& mine = segment_->area(rank_);
+  mine.pid_namespace = pid_namespace_;
+  store_release(mine.pid, static_cast<uint32_t>(getpid()));
+}
+
+bool Liveness::is_me(const RankArea& area) const {  // ranks may be threads of one process
+  return area.pid == static_cast<uint32_t>(getpid()) && area.pid_namespace == pid_namespace_;
+}
+
+bool Liveness::shares_pids(int rank) const {
+  const LifeSign how = segment_->head().config.liveness;
+  return how == LifeSign::kPid || (how == LifeSign::kAuto && pid_namespace_ != 0 &&
+                                   segment_->area(rank).pid_namespace == pid_namespace_);
+}
+
+void Liveness::begin() {
+  bool all_by_pid = true;
+  for (int peer = 0; peer < segment_->head().world_size; ++peer)
+    all_by_pid = all_by_pid && (is_me(segment_->area(peer)) || shares_pids(peer));
+  if (all_by_pid) return;
+  RankArea& mine = segment_->area(rank_);
+  const bool heart = segment_->head().config.liveness == LifeSign::kHeartbeat || !take_lock();
+  if (heart) heart_ = std::thread([this] { beat(); });
+  store_release(mine.watched_by, heart ? kByHeartbeat : kByLock);
+}
+
+void Liveness::forget() {
+  if (lock_descriptor_ >= 0) close(std::exchange(lock_descriptor_, -1));
+}
+
+// ---- the lock
+
+// On a file description of its own: the descriptor that was handed out is shared by all ranks.
+bool Liveness::take_lock() {
+  const std::string path = concat("/proc/self/fd/", segment_->descriptor());
+  lock_descriptor_ = open(path.c_str(), O_RDWR | O_CLOEXEC);
+  struct flock lock = byte_of(rank_);
+  return lock_descriptor_ >= 0 && fcntl(lock_descriptor_, F_OFD_SETLK, &lock) == 0;
+}
+
+bool Liveness::holds_lock(int rank) const {
+  struct flock lock = byte_of(rank);
+  if (lock_descriptor_ < 0 || fcntl(lock_descriptor_, F_OFD_GETLK, &lock) != 0) return true;
+  return lock.l_type != F_UNLCK;
+}
+
+// ---- the heartbeat
+
+void Liveness::beat() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  RankArea& mine = segment_->area(rank_);
+  do {
+    store_release(mine.heartbeat, mine.heartbeat + 1);
+  } while (!heart_stops_.wait_for(lock, kBeat, [this] { return stopping_; }));
+}
+
+bool Liveness::is_silent(int rank) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Watched& peer = watched_[rank];
+  const uint32_t beats = load_acquire(segment_->area(rank).heartbeat);
+  const auto now = Clock::now();
+  if (peer.since == Clock::time_point() || beats != peer.beats) {
+    peer.beats = beats;
+    peer.since = now;
+  }
+  return now - peer.since > kSilence;
+}
+
+// ---- questions
+
 bool Liveness::is_dead(int rank) const {
-  if (rank >= static_cast<int>(descriptors_.size()) || descriptors_[rank] < 0) return false;
-  pollfd entry{descriptors_[rank], POLLIN, 0};
+  const RankArea& area = segment_->area(rank);
+  const uint32_t pid = load_acquire(area.pid);
+  if (pid == 0 || is_me(area)) return false;
+  if (!shares_pids(rank)) {
+    const uint32_t by = load_acquire(area.watched_by);
+    return by == kByLock ? !holds_lock(rank) : by == kByHeartbeat && is_silent(rank);
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  Watched& peer = watched_[rank];
+  if (peer.descriptor < 0 && !peer.gone) {
+    peer.descriptor = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
+    peer.gone = peer.descriptor < 0 && errno == ESRCH;
+  }
+  if (peer.descriptor < 0) return peer.gone;
+  pollfd entry{peer.descriptor, POLLIN, 0};
   return poll(&entry, 1, 0) == 1;
 }
 
-Liveness::~Liveness() {
-  for (const int descriptor : descriptors_)
-    if (descriptor >= 0) close(descriptor);
+// The letter behind the command's name, which may itself hold blanks and brackets:
+// proc_pid_stat(5).
+bool Liveness::is_stopped(int rank) const {
+  const RankArea& area = segment_->area(rank);
+  if (load_acquire(area.pid) == 0 || is_me(area) || !shares_pids(rank)) return false;
+  const std::string path = concat("/proc/", area.pid, "/stat");
+  char text[512] = "";
+  const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (file < 0) return false;
+  const ssize_t length = read(file, text, sizeof text - 1);
+  close(file);
+  const char* end = length > 0 ? std::strrchr(text, ')') : nullptr;
+  return end && end[1] == ' ' && (end[2] == 'T' || end[2] == 't');
 }
 
 }  // namespace pycomm

@@ -1,26 +1,67 @@
-// Notices that a peer's process has ended, by pidfd. Where pids do not carry over (another pid
-// namespace, an old kernel) it notices nothing, and the deadline remains.
+// Notices that a peer's process has ended or stands still.
+//
+// Within a pid namespace by pidfd. Between containers, where pids do not carry over, by a lock that
+// every rank holds on the segment: the kernel drops it when the process ends, however it does.
+// Where neither can be had, by a heartbeat: a thread of each rank counts, and a rank whose count
+// stands still for kSilence is taken for dead.
 #pragma once
 
+#include <chrono>
+#include <condition_variable>
 #include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
 #include <vector>
+
+#include "segment.h"
 
 namespace pycomm {
 
 class Liveness {
  public:
+  Liveness(std::shared_ptr<Segment> segment, int rank);
   ~Liveness();
-  // Who I am, to be published: the pid, and the inode of the pid namespace that it belongs to.
-  static int own_pid();
-  static uint64_t own_pid_namespace();
+  Liveness(const Liveness&) = delete;
+  Liveness& operator=(const Liveness&) = delete;
 
-  // Watches a peer; call in rank order.
-  void watch(int pid, uint64_t pid_namespace);
-  // True once the peer's process has ended.
-  bool is_dead(int rank) const;  // false for ranks that are not watched
+  // Publishes who I am, so that peers can watch me.
+  void introduce();
+  // When all peers have: decides how each is watched, and helps those that cannot use pidfd.
+  void begin();
+  // In a forked child: lets go of what would make this rank seem alive.
+  void forget();
+
+  // From any thread. A rank that has not introduced itself yet is not dead.
+  bool is_dead(int rank) const;
+  // By a signal or a debugger; false where that cannot be seen.
+  bool is_stopped(int rank) const;
+  static constexpr std::chrono::milliseconds kSilence{1500};
 
  private:
-  std::vector<int> descriptors_;  // -1: cannot be watched
+  struct Watched {
+    int descriptor = -1;  // pidfd
+    bool gone = false;    // before it could be watched
+    uint32_t beats = 0;   // last seen, and when that was new
+    std::chrono::steady_clock::time_point since{};
+  };
+  bool is_me(const RankArea& area) const;
+  bool shares_pids(int rank) const;
+  bool take_lock();
+  bool holds_lock(int rank) const;
+  bool is_silent(int rank) const;
+  void beat();
+
+  const std::shared_ptr<Segment> segment_;
+  const int rank_;
+  const uint64_t pid_namespace_;
+  mutable std::mutex mutex_;
+  mutable std::vector<Watched> watched_;
+  int lock_descriptor_ = -1;
+  std::thread heart_;
+  std::condition_variable heart_stops_;
+  bool stopping_ = false;
 };
 
 }  // namespace pycomm

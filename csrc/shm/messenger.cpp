@@ -23,12 +23,14 @@ constexpr int kPiecesPerPost = 16;
 }  // namespace
 
 Messenger::Messenger(std::shared_ptr<Segment> segment, int rank, const Patience& patience,
-                     const Liveness& liveness, End end)
+                     const Liveness& liveness, Recorder& recorder, Count count, End end)
     : segment_(std::move(segment)),
       rank_(rank),
       world_size_(segment_->head().world_size),
       patience_(patience),
       liveness_(liveness),
+      recorder_(recorder),
+      count_(std::move(count)),
       end_(std::move(end)) {
   const int64_t capacity = segment_->head().config.channel_bytes;
   for (int peer = 0; peer < world_size_; ++peer) {
@@ -61,6 +63,8 @@ Messenger::TransferPtr Messenger::send(const Message& message, std::chrono::mill
   auto transfer =
       std::make_shared<Transfer>(shared_from_this(), message, limit, std::move(keep_alive));
   transfer->moved_ = moved;
+  transfer->record_ = recording_;
+  transfer->started_ = posting_at_;
   out.queue.push_back(transfer);
   ++outstanding_;
   if (departed) lose(message.peer);
@@ -103,6 +107,8 @@ Messenger::TransferPtr Messenger::receive(const Message& message, std::chrono::m
                                           std::shared_ptr<void>& keep_alive) {
   auto transfer =
       std::make_shared<Transfer>(shared_from_this(), message, limit, std::move(keep_alive));
+  transfer->record_ = recording_;
+  transfer->started_ = posting_at_;
   ++outstanding_;
   if (take_unexpected(transfer)) return transfer;
   receivers_.push_back(transfer);
@@ -156,14 +162,9 @@ bool Messenger::fits(const TransferPtr& receiver, int source, const MessageHeade
   const Message& wanted = receiver->message_;
   if (__builtin_expect(wanted.count == header.count && wanted.dtype == header.dtype, 1))
     return true;
-  Message sent;
-  sent.dtype = header.dtype;
-  sent.peer = rank_;
-  sent.tag = header.tag;
-  sent.count = header.count;
   fail(receiver, ErrorKind::kMismatch,
-       concat("rank ", rank_, " called ", describe(wanted), ", but the message for it is rank ",
-              source, "'s ", describe(sent),
+       concat(call(wanted, receiver->record_), ": the message for it is rank ", source, "'s ",
+              call_of_sender(source, header),
               ". Both calls must name the same count and dtype; messages of one tag arrive in the "
               "order in which they were sent."));
   return false;
@@ -238,6 +239,9 @@ bool Messenger::move_everything() {
 void Messenger::complete(const TransferPtr& transfer, int from, std::exception_ptr outcome) {
   transfer->complete_ = true;
   transfer->from_ = from;
+  const uint64_t now = ticks();
+  recorder_.finish(transfer->record_, now, outcome != nullptr);
+  if (!outcome) count_(transfer->message_, transfer->started_, now);
   transfer->outcome_ = std::move(outcome);
   --outstanding_;
   completed_.push_back(transfer);

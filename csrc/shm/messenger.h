@@ -27,6 +27,7 @@
 
 #include "../communicator.h"
 #include "../error.h"
+#include "../recorder.h"
 #include "channel.h"
 #include "liveness.h"
 #include "segment.h"
@@ -52,7 +53,8 @@ class Transfer : public Pending {
   const std::chrono::milliseconds limit_;
   std::chrono::steady_clock::time_point deadline_{};  // set while it is outstanding
   std::shared_ptr<void> keep_alive_;
-  int64_t moved_ = kNotBegun;  // of a send: bytes in the channel
+  int64_t moved_ = kNotBegun;          // of a send: bytes in the channel
+  uint64_t record_ = 0, started_ = 0;  // in the flight recorder
   // Set under the messenger's lock, when nothing touches the message's memory any more.
   bool complete_ = false;
   int from_ = -1;
@@ -64,8 +66,10 @@ class Messenger : public std::enable_shared_from_this<Messenger> {
  public:
   // Ends the communicator on all ranks, if it has not ended yet; called under the lock.
   using End = std::function<void(ErrorKind, const std::string&)>;
+  // Counts a message that is done, with its start and end in ticks; under the lock.
+  using Count = std::function<void(const Message&, uint64_t, uint64_t)>;
   Messenger(std::shared_ptr<Segment> segment, int rank, const Patience& patience,
-            const Liveness& liveness, End end);
+            const Liveness& liveness, Recorder& recorder, Count count, End end);
 
   // See Communicator::post. A send that is complete already is null.
   std::shared_ptr<Pending> post(const Message& message, std::chrono::milliseconds limit,
@@ -129,10 +133,12 @@ class Messenger : public std::enable_shared_from_this<Messenger> {
   int source_of(const Transfer& transfer) const;
   void lose(int peer);
   void fail(const TransferPtr& transfer, ErrorKind kind, const std::string& message);
+  void fail_late(const TransferPtr& transfer);
   void end_all(ErrorKind kind, const std::string& reason);
   std::vector<TransferPtr> outstanding() const;
   std::string progress_of(const Transfer& transfer) const;
-  std::string call(const Message& message) const;
+  std::string call(const Message& message, uint64_t record = 0) const;
+  std::string call_of_sender(int source, const MessageHeader& header) const;
 
   // messenger_drive.cpp: who moves, and when.
   std::unique_lock<std::mutex> lock();
@@ -150,6 +156,8 @@ class Messenger : public std::enable_shared_from_this<Messenger> {
   const int world_size_;
   const Patience patience_;
   const Liveness& liveness_;
+  Recorder& recorder_;
+  const Count count_;
   const End end_;
 
   std::mutex mutex_;            // the lock
@@ -163,6 +171,9 @@ class Messenger : public std::enable_shared_from_this<Messenger> {
   bool over_ = false;    // the communicator has ended: nothing moves any more
   bool closed_ = false;  // by its owner
   Clock::time_point next_look_{};
+  uint32_t posted_ = 0;     // messages so far
+  uint64_t recording_ = 0;  // the record of the message that is being posted, and its start
+  uint64_t posting_at_ = 0;
 
   // Complete, but not done: callbacks run without the lock, in the order of completion, on one
   // thread at a time.

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "../call_site.h"
 #include "../interrupt.h"
 #include "messenger.h"
 
@@ -23,6 +24,12 @@ constexpr int kTicksToPark = 50;
 constexpr int kHelperYields = 10;
 // How long a thread tries to get the lock before it sleeps for it: a piece or two.
 constexpr int kLockPolls = 2000;
+
+// Its dimensions are the tensor's, who may change them while the message is under way.
+Message shapeless(Message message) {
+  message.shape = {};
+  return message;
+}
 
 struct Counted {
   std::atomic<int>& count;
@@ -50,7 +57,7 @@ std::unique_lock<std::mutex> Messenger::lock() {
 Transfer::Transfer(std::shared_ptr<Messenger> messenger, const Message& message, milliseconds limit,
                    std::shared_ptr<void> keep_alive)
     : messenger_(std::move(messenger)),
-      message_(message),
+      message_(shapeless(message)),
       limit_(limit),
       keep_alive_(std::move(keep_alive)) {}
 
@@ -66,12 +73,20 @@ std::shared_ptr<Pending> Messenger::post(const Message& message, milliseconds li
                                          std::shared_ptr<void> keep_alive) {
   std::unique_lock<std::mutex> held = lock();
   PYCOMM_CHECK(!over_, kAborted, call(message), ": this communicator has ended");
+  posting_at_ = ticks();
+  recording_ = recorder_.start(message, ++posted_, posting_at_,
+                               call_sites() == CallSites::kAlways ? find_call_site() : "");
   const TransferPtr transfer = message.operation == Operation::kSend
                                    ? send(message, limit, keep_alive)
                                    : receive(message, limit, keep_alive);
   if (transfer && !transfer->complete_) {
     transfer->deadline_ = Clock::now() + limit;
     wake_helper();
+  }
+  if (!transfer) {
+    const uint64_t now = ticks();
+    recorder_.finish(recording_, now, false);
+    count_(message, posting_at_, now);
   }
   settle(held);
   return transfer;

@@ -5,6 +5,7 @@
 #include <sstream>
 #include <utility>
 
+#include "../call_site.h"
 #include "../error.h"
 #include "messenger.h"
 
@@ -23,11 +24,23 @@ void Messenger::look_after() {
   for (int peer = 0; peer < world_size_; ++peer)
     if (peer != rank_ && is_gone(peer)) lose(peer);
   for (const TransferPtr& transfer : outstanding())
-    if (now >= transfer->deadline_ && !over_)
-      fail(transfer, ErrorKind::kTimeout,
-           concat(call(transfer->message_), " exceeded its timeout of ", transfer->limit_.count(),
-                  " ms: ", progress_of(*transfer),
-                  ". Look at what that rank does, or raise the timeout."));
+    if (now >= transfer->deadline_ && !over_) fail_late(transfer);
+}
+
+void Messenger::fail_late(const TransferPtr& transfer) {
+  const int peer = source_of(*transfer);
+  const bool stopped = peer != kAnySource && liveness_.is_stopped(peer);
+  const std::string text =
+      concat(call(transfer->message_, transfer->record_), " exceeded its timeout of ",
+             transfer->limit_.count(), " ms: ", progress_of(*transfer));
+  if (stopped)
+    fail(transfer, ErrorKind::kPeerDied,
+         concat(text, "; its process (pid ", segment_->area(peer).pid,
+                ") stands still, stopped by a signal or a debugger. Continue it (kill -CONT) or "
+                "end it."));
+  else
+    fail(transfer, ErrorKind::kTimeout,
+         concat(text, ". Look at what that rank does, or raise the timeout."));
 }
 
 bool Messenger::is_gone(int peer) const {
@@ -49,9 +62,10 @@ void Messenger::lose(int peer) {
     const bool any = transfer->message_.peer == kAnySource && transfer != incoming_[peer].receiver;
     if (any ? left && !all_gone() : source_of(*transfer) != peer) continue;
     return fail(transfer, ErrorKind::kPeerDied,
-                concat(call(transfer->message_), " lost rank ", peer, " (pid ", area.pid,
-                       "), which ", left ? "left the group" : "died", ": ", progress_of(*transfer),
-                       ". See that rank's own output."));
+                concat(call(transfer->message_, transfer->record_), " lost rank ", peer, " (pid ",
+                       area.pid, "), which ", left ? "left the group" : "died",
+                       left && area.farewell[0] ? concat(" because of ", area.farewell) : "", ": ",
+                       progress_of(*transfer), ". See that rank's own output."));
   }
 }
 
@@ -75,8 +89,8 @@ void Messenger::end_all(ErrorKind kind, const std::string& reason) {
   if (!closed_) end_(kind, reason);
   for (const TransferPtr& transfer : outstanding())
     complete(transfer, -1,
-             std::make_exception_ptr(
-                 Error(kind, concat(call(transfer->message_), " ended, since ", reason))));
+             std::make_exception_ptr(Error(kind, concat(call(transfer->message_, transfer->record_),
+                                                        " ended, since ", reason))));
   receivers_.clear();
   for (Unexpected& message : unexpected_) message.receiver = nullptr;
   for (Incoming& in : incoming_) in.receiver = nullptr;
@@ -97,8 +111,27 @@ std::vector<Messenger::TransferPtr> Messenger::outstanding() const {
 
 // ---- words
 
-std::string Messenger::call(const Message& message) const {
-  return concat("rank ", rank_, ": ", describe(message));
+// With the line in the program, if it is known or this thread still stands there.
+std::string Messenger::call(const Message& message, uint64_t record) const {
+  const RecordView view = record != 0 ? recorder_.read(record) : RecordView();
+  const std::string line = view.line.empty() ? find_call_site() : view.line;
+  Message shaped = message;
+  shaped.shape = view.shape();
+  return concat("rank ", rank_, ": ", describe(shaped), line.empty() ? "" : " at " + line);
+}
+
+// From the sender's flight recorder, which knows more than the message's header.
+std::string Messenger::call_of_sender(int source, const MessageHeader& header) const {
+  for (const RecordView& record : Recorder::read_all(segment_->records_of(source)))
+    if (record.operation == Operation::kSend && record.peer == rank_ && record.tag == header.tag &&
+        record.count == header.count && record.dtype == header.dtype)
+      return record.describe();
+  Message sent;
+  sent.dtype = header.dtype;
+  sent.peer = rank_;
+  sent.tag = header.tag;
+  sent.count = header.count;
+  return describe(sent);
 }
 
 std::string Messenger::progress_of(const Transfer& transfer) const {

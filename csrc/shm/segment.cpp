@@ -7,6 +7,7 @@
 
 #include <cstring>
 #include <random>
+#include <utility>
 
 #include "../error.h"
 
@@ -15,6 +16,7 @@ namespace {
 
 constexpr int64_t kPageBytes = 4096;
 constexpr int64_t kMaxChannelBytes = 1 << 28;
+constexpr int32_t kMaxRecords = 1 << 20;
 
 char* map(int descriptor, int64_t bytes) {
   void* base = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE,
@@ -25,8 +27,14 @@ char* map(int descriptor, int64_t bytes) {
   return static_cast<char*>(base);
 }
 
+int duplicate(int descriptor) { return fcntl(descriptor, F_DUPFD_CLOEXEC, 0); }
+
 int64_t heads_bytes(int world_size) {
   return round_up(world_size * world_size * static_cast<int64_t>(sizeof(ChannelHead)), kPageBytes);
+}
+
+int64_t records_bytes(int world_size, const ShmConfig& config) {
+  return round_up(world_size * RecordRing::bytes(config.records), kPageBytes);
 }
 
 }  // namespace
@@ -45,13 +53,19 @@ int64_t Segment::slots_offset(int rank) const {
   return area_offset(world_size()) + rank * config.slots * config.slot_bytes;
 }
 
-int64_t Segment::rings_offset() const { return channels_offset() + heads_bytes(world_size()); }
+int64_t Segment::records_offset() const { return channels_offset() + heads_bytes(world_size()); }
+
+int64_t Segment::rings_offset() const {
+  return records_offset() +
+         records_bytes(world_size(), reinterpret_cast<const SegmentHead*>(base_)->config);
+}
 
 int64_t Segment::total_bytes(int world_size, const ShmConfig& config) {
   return round_up(sizeof(SegmentHead), kPageBytes) +
          world_size * (round_up(sizeof(RankArea), kPageBytes) + config.slots * config.slot_bytes +
                        config.heap_bytes) +
-         heads_bytes(world_size) + world_size * world_size * config.channel_bytes;
+         heads_bytes(world_size) + records_bytes(world_size, config) +
+         world_size * world_size * config.channel_bytes;
 }
 
 std::shared_ptr<Segment> Segment::create(int world_size, const ShmConfig& config, int* descriptor) {
@@ -69,6 +83,10 @@ std::shared_ptr<Segment> Segment::create(int world_size, const ShmConfig& config
                    (config.channel_bytes & (config.channel_bytes - 1)) == 0,
                kInvalidArgument, "channel_bytes must be a power of two between ", kPageBytes,
                " and ", kMaxChannelBytes, ", not ", config.channel_bytes);
+  PYCOMM_CHECK(config.records >= 1 && config.records <= kMaxRecords &&
+                   (config.records & (config.records - 1)) == 0,
+               kInvalidArgument, "records must be a power of two between 1 and ", kMaxRecords,
+               ", not ", config.records);
   const int64_t bytes = total_bytes(world_size, config);
   const int fd = memfd_create("pycomm", MFD_CLOEXEC);
   PYCOMM_CHECK_SYSTEM(fd >= 0, "memfd_create failed");
@@ -76,7 +94,7 @@ std::shared_ptr<Segment> Segment::create(int world_size, const ShmConfig& config
   try {
     PYCOMM_CHECK_SYSTEM(ftruncate(fd, bytes) == 0, "cannot size a shared segment to ", bytes,
                         " bytes");
-    segment.reset(new Segment(map(fd, bytes), bytes));
+    segment.reset(new Segment(map(fd, bytes), bytes, duplicate(fd)));
   } catch (...) {
     close(fd);
     throw;
@@ -94,13 +112,21 @@ std::shared_ptr<Segment> Segment::open(int descriptor, uint64_t nonce) {
   PYCOMM_CHECK_SYSTEM(fstat(descriptor, &status) == 0, "cannot inspect the shared segment");
   PYCOMM_CHECK(status.st_size >= static_cast<int64_t>(sizeof(SegmentHead)), kError,
                "the shared segment received has only ", status.st_size, " bytes");
-  std::shared_ptr<Segment> segment(new Segment(map(descriptor, status.st_size), status.st_size));
+  std::shared_ptr<Segment> segment(
+      new Segment(map(descriptor, status.st_size), status.st_size, duplicate(descriptor)));
   const SegmentHead& head = segment->head();
   PYCOMM_CHECK(head.nonce == nonce && total_bytes(head.world_size, head.config) == status.st_size,
                kError, "the shared segment received is not the one that rank 0 offered");
   return segment;
 }
 
-Segment::~Segment() { munmap(base_, static_cast<size_t>(bytes_)); }
+Segment::~Segment() {
+  close_descriptor();
+  munmap(base_, static_cast<size_t>(bytes_));
+}
+
+void Segment::close_descriptor() {
+  if (descriptor_ >= 0) close(std::exchange(descriptor_, -1));
+}
 
 }  // namespace pycomm

@@ -8,12 +8,17 @@
 #include <memory>
 
 #include "../common.h"
+#include "../recorder.h"
 #include "../slots.h"
 
 namespace pycomm {
 
 // kAuto follows the measured flag latency between the ranks.
 enum class Choice : uint32_t { kAuto, kNever, kAlways };
+
+// How peers are watched: see liveness.h. kAuto: by pid where pids are comparable, else by lock, and
+// where that fails by heartbeat.
+enum class LifeSign : uint32_t { kAuto, kPid, kLock, kHeartbeat };
 
 // Chosen by rank 0, stored in the segment, read by all: ranks can never disagree on it.
 struct ShmConfig {
@@ -25,6 +30,9 @@ struct ShmConfig {
   Choice streaming = Choice::kAuto;    // whether slots are written past the caches
   int64_t heap_bytes = 0;              // address space per rank for shared tensors (heap.h)
   Choice single_copy = Choice::kAuto;  // whether other ranks' private memory is read, if all can
+  int32_t records = 512;               // of the flight recorder, per rank; a power of two
+  LifeSign liveness = LifeSign::kAuto;
+  uint32_t check_headers = 1;  // 0: for benchmarks/overhead.py only
 };
 
 // A word that one rank writes and others wait for. Atomic by the accessors of wait.h.
@@ -71,16 +79,32 @@ struct RankArea {
   Flag entered;          // its `sleepers` belongs to the announcements' sequences
   Flag latency_probe;
   Announcement announcements[2];  // operation s uses s % 2: see ShmCommunicator::meet
-  Flag departed;                  // 1 once the rank has left in good order
+  Flag departed;                  // one of Departure, once the rank has left
   Flag reads_peers;               // 1: it cannot read some peer's memory; 2: it can
   uint64_t probe_word;            // a random word, and where else in its process it lies
   uint64_t probe_address;
-  Flag doorbell;  // counts what happened to a sleeping rank's messages
-  int32_t pid;
+  Flag doorbell;           // counts what happened to a sleeping rank's messages
+  uint32_t pid;            // 0: not here yet
   uint64_t pid_namespace;  // inode; a pid means nothing in another one
+  uint32_t watched_by;     // by those for whom it does not
+  uint32_t heartbeat;
   uint32_t flag_latency_ns;
   cpu_set_t cores;  // on which this rank may run
+  // What this rank called in the operation that failed: see diagnosis.cpp.
+  Flag reported;  // its sequence
+  char report[1024];
+  char farewell[512];     // why it left, if that was an exception
+  uint32_t many_callers;  // more than one of its threads has called operations
+  // The segment that the ranks of `heirs` (a bit each) go on with, if this rank is their first.
+  Flag offered;  // counts the offers
+  uint64_t heirs;
+  char offer[512];
 };
+
+// How a rank that is gone went: by destroying the group, or by ending its process without.
+enum Departure : uint32_t { kPresent = 0, kLeft = 1, kExited = 2 };
+// RankArea::watched_by
+enum : uint32_t { kByPid = 0, kByLock = 1, kByHeartbeat = 2 };
 
 // One direction of one pair of ranks' messages: see channel.h. Both count bytes and never wrap.
 struct ChannelHead {
@@ -94,7 +118,7 @@ struct AbortRecord {
   Flag state;  // kClean, kWriting, kSet
   int32_t kind;
   int32_t rank;
-  char message[2048];
+  char message[8192];
 };
 
 struct SegmentHead {
@@ -107,7 +131,7 @@ struct SegmentHead {
 // Cannot be guessed.
 uint64_t random_word();
 
-// A mapping of the segment. Owns the mapping, not the descriptor.
+// A mapping of the segment, and a descriptor of its own while it is needed.
 class Segment {
  public:
   // Maps new anonymous memory (memfd), initialised for `world_size` ranks; *descriptor receives it,
@@ -122,6 +146,13 @@ class Segment {
   SegmentHead& head() { return *reinterpret_cast<SegmentHead*>(base_); }
   RankArea& area(int rank) { return *reinterpret_cast<RankArea*>(base_ + area_offset(rank)); }
   char* slots_of(int rank) { return base_ + slots_offset(rank); }
+  RecordRing records_of(int rank) {
+    const int64_t capacity = head().config.records;
+    return RecordRing::at(base_ + records_offset() + rank * RecordRing::bytes(capacity), capacity);
+  }
+  // Open until close_descriptor(), from which on it is -1.
+  int descriptor() const { return descriptor_; }
+  void close_descriptor();
   char* heap_of(int rank) {
     const int64_t ranks = world_size();
     return base_ + rings_offset() + ranks * ranks * head().config.channel_bytes +
@@ -135,10 +166,12 @@ class Segment {
   }
 
  private:
-  Segment(char* base, int64_t bytes) : base_(base), bytes_(bytes) {}
+  Segment(char* base, int64_t bytes, int descriptor)
+      : base_(base), bytes_(bytes), descriptor_(descriptor) {}
   int64_t area_offset(int rank) const;
   int64_t slots_offset(int rank) const;
   int64_t channels_offset() const { return slots_offset(world_size()); }
+  int64_t records_offset() const;
   int64_t rings_offset() const;
   int world_size() const { return reinterpret_cast<const SegmentHead*>(base_)->world_size; }
   // A destination's channels lie together: it looks at all of them.
@@ -147,6 +180,7 @@ class Segment {
 
   char* base_;
   int64_t bytes_;
+  int descriptor_;
 };
 
 }  // namespace pycomm

@@ -1,12 +1,13 @@
 #include "shm_communicator.h"
 
 #include <sched.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
-#include <sstream>
 #include <utility>
 
+#include "../call_site.h"
 #include "../interrupt.h"
 
 namespace pycomm {
@@ -18,6 +19,9 @@ using Clock = std::chrono::steady_clock;
 constexpr Patience kAmple{4000, 200};
 constexpr Patience kCrowded{50, 400};
 
+// How long a wait lasts before a deadlock with another group is looked for.
+constexpr std::chrono::milliseconds kCrossingTime{400};
+
 }  // namespace
 
 ShmCommunicator::ShmCommunicator(std::shared_ptr<Segment> segment, int rank,
@@ -25,22 +29,24 @@ ShmCommunicator::ShmCommunicator(std::shared_ptr<Segment> segment, int rank,
     : Communicator(rank, segment->head().world_size, timeout),
       segment_(std::move(segment)),
       heap_(std::make_shared<Heap>(segment_, rank)),
+      liveness_(segment_, rank),
+      generation_(registry::generation()),
       patience_(kCrowded),
+      checks_headers_(segment_->head().config.check_headers != 0),
       slots_(*segment_, rank, patience_, *this) {
   RankArea& mine = segment_->area(rank);
-  mine.pid = Liveness::own_pid();
-  mine.pid_namespace = Liveness::own_pid_namespace();
   sched_getaffinity(0, sizeof mine.cores, &mine.cores);
   probe_word_ = mine.probe_word = random_word();
   mine.probe_address = reinterpret_cast<uint64_t>(&probe_word_);
+  liveness_.introduce();
   execute(Request{});  // after it, what every rank wrote of itself can be read
+  recorder_.use(segment_->records_of(rank));
+  liveness_.begin();
+  segment_->close_descriptor();
   cpu_set_t cores;
   CPU_ZERO(&cores);
-  for (int peer = 0; peer < world_size(); ++peer) {
-    const RankArea& area = segment_->area(peer);
-    liveness_.watch(area.pid, area.pid_namespace);
-    CPU_OR(&cores, &cores, &area.cores);
-  }
+  for (int peer = 0; peer < world_size(); ++peer)
+    CPU_OR(&cores, &cores, &segment_->area(peer).cores);
   // Of all ranks' cores together, so that ranks bound to one core each agree that nobody is
   // crowded.
   crowded_ = world_size() > CPU_COUNT(&cores);
@@ -49,43 +55,58 @@ ShmCommunicator::ShmCommunicator(std::shared_ptr<Segment> segment, int rank,
   if (polls >= 0) patience_.spin_polls = polls;
   slots_.set_patience(patience_);
   find_single_copy();
-  messenger_ = std::make_shared<Messenger>(segment_, rank, patience_, liveness_,
-                                           [this](ErrorKind kind, const std::string& message) {
-                                             failed_ = true;
-                                             record_abort(kind, message);
-                                           });
+  messenger_ = std::make_shared<Messenger>(
+      segment_, rank, patience_, liveness_, recorder_,
+      [this](const Message& message, uint64_t started, uint64_t finished) {
+        count(message.operation, message.bytes(), started, 0, finished);
+      },
+      [this](ErrorKind kind, const std::string& message) {
+        failed_ = true;
+        record_abort(kind, message);
+      });
+  registry::add(this);
 }
 
 ShmCommunicator::~ShmCommunicator() { end(); }
 
 void ShmCommunicator::end() {
+  registry::remove(this);
   closing_ = true;
   stop_worker();
   if (messenger_) messenger_->close();
-  leave();
+  leave(kExited);
 }
 
 void ShmCommunicator::shutdown() {
+  if (is_forked()) return;
   stop_worker();
   messenger_->finish_sends();
   closing_ = true;
   messenger_->close();
-  leave();
+  leave(kLeft);
 }
 
 // Peers that wait for me hear of it; those that wait for others go on.
-void ShmCommunicator::leave() {
+void ShmCommunicator::leave(Departure how) {
   RankArea& mine = segment_->area(rank());
-  store_ordered(mine.departed.value, 1);
+  if (load_acquire(mine.departed.value) != kPresent) return;
+  store_ordered(mine.departed.value, how);
   wake_all(mine);
   for (int peer = 0; peer < world_size(); ++peer)
     futex_wake_all(segment_->area(peer).doorbell.value);
+}
+
+void ShmCommunicator::set_farewell(const std::string& reason) {
+  RankArea& mine = segment_->area(rank());
+  if (is_forked() || load_acquire(mine.departed.value) != kPresent) return;
+  std::strncpy(mine.farewell, reason.c_str(), sizeof mine.farewell - 1);
 }
 
 std::shared_ptr<Pending> ShmCommunicator::post(const Message& message,
                                                std::shared_ptr<void> keep_alive) {
   check(message);
   check_entry();
+  if (__builtin_expect(registry::note_caller(), 0)) segment_->area(rank()).many_callers = 1;
   const auto limit = message.timeout.count() > 0 ? message.timeout : timeout();
   return messenger_->post(message, limit, std::move(keep_alive));
 }
@@ -94,62 +115,79 @@ std::shared_ptr<Pending> ShmCommunicator::post(const Message& message,
 
 void ShmCommunicator::execute(const Request& request) {
   check_entry();
-  ++sequence_;
-  request_ = &request;
-  limit_ = request.timeout.count() > 0 ? request.timeout : timeout();
-  waiting_ = false;
+  begin(request);
   try {
     dispatch(request);
   } catch (const Error& error) {
-    failed_ = true;
-    record_abort(error.kind(), error.what());
+    fail(error.kind(), error.what());
     throw;
   } catch (...) {  // an interrupt
-    failed_ = true;
-    record_abort(ErrorKind::kAborted, where() + " was interrupted");
+    fail(ErrorKind::kAborted, where() + " was interrupted");
     throw;
   }
+  finish(false);
+}
+
+void ShmCommunicator::begin(const Request& request) {
+  ++sequence_;
+  request_ = &request;
+  limit_ = request.timeout.count() > 0 ? request.timeout : timeout();
+  waiting_ = waited_ = false;
+  started_ = ticks();
+  met_ = 0;
+  record_ = request.record;
+  if (record_ != 0)
+    recorder_.start(record_, sequence_, started_);
+  else
+    record_ =
+        recorder_.start(request, sequence_, started_,
+                        call_sites() == CallSites::kAlways ? find_call_site() : std::string());
+  if (__builtin_expect(registry::note_caller(), 0)) segment_->area(rank()).many_callers = 1;
+}
+
+void ShmCommunicator::finish(bool failed) {
+  // A short operation ends with the meeting, but for copying a few bytes.
+  const uint64_t now = is_short() && !failed && met_ != 0 ? met_ : ticks();
+  recorder_.finish(record_, now, failed);
+  if (!failed && messenger_) count(request_->operation, request_->bytes(), started_, met_, now);
+}
+
+void ShmCommunicator::fail(ErrorKind kind, const std::string& message) {
+  report();
+  finish(true);
+  failed_ = true;
+  record_abort(kind, message);
 }
 
 // ---- the end of a wait
 
-std::string ShmCommunicator::where() const {
-  return concat("rank ", rank(), ": ", describe(*request_), " (operation ", sequence_, ")");
-}
-
-std::string ShmCommunicator::arrivals() const {
-  std::ostringstream here, missing;
-  for (int peer = 0; peer < world_size(); ++peer) {
-    const OperationHeader& header = segment_->area(peer).announcements[sequence_ & 1].header;
-    (reached(load_acquire(header.sequence), sequence_) ? here : missing) << " " << peer;
-  }
-  return concat("ranks in this operation:", here.str(),
-                missing.str().empty() ? std::string() : "; not yet:" + missing.str());
-}
-
 // False: the peer is gone, but may have posted what is waited for before it went.
 bool ShmCommunicator::check_wait(int peer, bool sleeping) const {
+  waited_ = true;
   if (__builtin_expect(has_ended(), 0)) throw_ended(where());
-  if (load_acquire(segment_->area(peer).departed.value) != 0) return false;
+  if (load_acquire(segment_->area(peer).departed.value) != kPresent) return false;
   if (!sleeping) return true;
   const auto now = Clock::now();
   if (!std::exchange(waiting_, true)) wait_began_ = now;
-  PYCOMM_CHECK(now - wait_began_ < limit_, kTimeout, where(), " exceeded its timeout of ",
-               limit_.count(), " ms, waiting for rank ", peer, "; ", arrivals(),
-               ". Look at what those ranks do, or raise the timeout.");
+  if (now - wait_began_ >= limit_) throw_late(peer);
   if (!Worker::is_current_thread()) check_interrupt();
+  if (now - wait_began_ >= kCrossingTime) check_for_crossing(peer);
+  if (meeting_) look_around(peer);
   return !liveness_.is_dead(peer);
 }
 
-void ShmCommunicator::lost_peer(int peer) const {
-  const RankArea& area = segment_->area(peer);
-  const uint32_t even = load_acquire(area.announcements[0].header.sequence);
-  const uint32_t odd = load_acquire(area.announcements[1].header.sequence);
-  throw Error(ErrorKind::kPeerDied,
-              concat(where(), " lost rank ", peer, " (pid ", area.pid, "), which ",
-                     load_acquire(area.departed.value) ? "left the group" : "died",
-                     " after entering operation ", reached(even, odd) ? even : odd, "; ",
-                     arrivals(), ". See that rank's own output."));
+// One late rank must not hide what another has done already.
+void ShmCommunicator::look_around(int peer) const {
+  for (int other = 0; other < world_size(); ++other) {
+    if (other == rank() || other == peer) continue;
+    if (has_entered(other) ? agrees_with(other) : !is_gone(other)) continue;
+    if (!has_entered(other)) lost_peer(other);
+    throw_mismatch("");
+  }
+}
+
+bool ShmCommunicator::is_gone(int peer) const {
+  return load_acquire(segment_->area(peer).departed.value) != kPresent || liveness_.is_dead(peer);
 }
 
 // In the middle of an operation: whether another rank has reported a failure, or this communicator
@@ -168,6 +206,7 @@ void ShmCommunicator::throw_ended(const std::string& where) const {
 // At the start of one. The first call after a failure elsewhere reports its kind, later ones that
 // all is over.
 void ShmCommunicator::check_entry() {
+  if (__builtin_expect(is_forked(), 0)) throw_forked();
   PYCOMM_CHECK(!closing_, kAborted, "rank ", rank(), ": this communicator has been shut down");
   const AbortRecord& record = segment_->head().abort;
   const bool recorded = load_acquire(record.state.value) == kSet;
@@ -178,6 +217,15 @@ void ShmCommunicator::check_entry() {
       failed_.exchange(true) ? ErrorKind::kAborted : static_cast<ErrorKind>(record.kind);
   throw Error(kind, concat("rank ", rank(), ": this communicator ended before: ", report,
                            " -- destroy the process group and initialise it again to go on."));
+}
+
+void ShmCommunicator::throw_forked() const {
+  throw Error(ErrorKind::kError,
+              concat("process ", getpid(), " was forked from rank ", rank(), " (pid ",
+                     segment_->area(rank()).pid,
+                     ") after the process group was made, and cannot communicate in its place. "
+                     "Communicate in the parent, or start the process with the 'spawn' or "
+                     "'forkserver' method and make a group of its own there."));
 }
 
 void ShmCommunicator::wake_all(RankArea& area) {
@@ -209,8 +257,34 @@ Failure ShmCommunicator::failure() const {
   return record.rank == rank() ? Failure::kHere : Failure::kElsewhere;
 }
 
+std::string ShmCommunicator::failure_report() const {
+  const AbortRecord& record = segment_->head().abort;
+  return load_acquire(record.state.value) == kSet ? record.message : std::string();
+}
+
 void ShmCommunicator::abort(const std::string& reason) {
+  if (is_forked()) throw_forked();
   record_abort(ErrorKind::kAborted, concat("rank ", rank(), " aborted: ", reason));
+}
+
+// ---- what can be known of a rank
+
+std::vector<RecordView> ShmCommunicator::records(int rank) const {
+  return Recorder::read_all(segment_->records_of(rank));
+}
+
+RankState ShmCommunicator::state_of(int rank) const {
+  const RankArea& area = segment_->area(rank);
+  const uint32_t even = load_acquire(area.announcements[0].header.sequence);
+  const uint32_t odd = load_acquire(area.announcements[1].header.sequence);
+  RankState state;
+  state.pid = static_cast<int>(load_acquire(area.pid));
+  state.alive = !liveness_.is_dead(rank);
+  state.stopped = liveness_.is_stopped(rank);
+  state.left = load_acquire(area.departed.value) != kPresent;
+  state.sequence = reached(even, odd) ? even : odd;
+  if (state.left) state.farewell = area.farewell;
+  return state;
 }
 
 }  // namespace pycomm

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -15,6 +16,7 @@
 #include "heap.h"
 #include "liveness.h"
 #include "messenger.h"
+#include "registry.h"
 #include "segment.h"
 #include "shm_slots.h"
 #include "wait.h"
@@ -33,6 +35,9 @@ class ShmCommunicator : public Communicator, private Watch {
   Failure failure() const override;
   // Leaves without finishing anything, as destruction does. Its threads have ended afterwards.
   void end();
+  // In a forked child.
+  void forget() { liveness_.forget(); }
+  bool is_forked() const { return generation_ != registry::generation(); }
   double flag_latency_ns() override;
   std::shared_ptr<Pending> post(const Message& message, std::shared_ptr<void> keep_alive) override;
   std::shared_ptr<void> allocate(int64_t bytes) override { return heap_->allocate(bytes); }
@@ -46,12 +51,23 @@ class ShmCommunicator : public Communicator, private Watch {
   void await_signal(void* signal, uint32_t target, int peer,
                     std::chrono::milliseconds timeout) override;
   uint64_t sequence() const override { return sequence_.load(std::memory_order_relaxed); }
+  std::vector<RecordView> records(int rank) const override;
+  RankState state_of(int rank) const override;
+  std::string failure_report() const override;
+  void set_farewell(const std::string& reason) override;
 
  protected:
   void execute(const Request& request) override;
 
  private:
   class SignalGuard;
+  // Where a peer waits for this rank in another group.
+  struct Crossing {
+    std::shared_ptr<Segment> segment;
+    int rank;
+    uint32_t sequence;
+    std::string call, group;
+  };
 
   // shm_collectives.cpp
   void dispatch(const Request& request);
@@ -65,8 +81,11 @@ class ShmCommunicator : public Communicator, private Watch {
 
   // The head of every operation: publish my header with up to kEagerBytes of data, then see every
   // peer's.
-  Announcement& announcement_of(int rank) {
+  Announcement& announcement_of(int rank) const {
     return segment_->area(rank).announcements[sequence_ & 1];
+  }
+  bool has_entered(int rank) const {
+    return reached(load_acquire(announcement_of(rank).header.sequence), sequence_);
   }
   void fill_header(const Request& request);
   void announce(const void* payload = nullptr, int64_t payload_bytes = 0);
@@ -82,8 +101,8 @@ class ShmCommunicator : public Communicator, private Watch {
   }
   void meet() override;
   void meet_peer(int peer);
+  bool agrees_with(int peer) const;
   void check_parts();
-  [[noreturn]] void throw_mismatch(int peer);
   // `stream`: whether slot writes should bypass the caches; what chunks use decides that by itself.
   Math math_for(const Request& request, bool stream);
   Math chunked_math(const Request& request);
@@ -111,27 +130,48 @@ class ShmCommunicator : public Communicator, private Watch {
   bool probe_is_due() const;
   void follow_placement(const Request& request);
 
+  void begin(const Request& request);
+  void finish(bool failed);
+  void fail(ErrorKind kind, const std::string& message);
+  bool is_short() const { return request_->bytes() <= kEagerBytes; }
+  void leave(Departure how);
+
   // The end of a wait.
   bool check_wait(int peer, bool sleeping) const override;
-  [[noreturn]] void lost_peer(int peer) const override;
-  void leave();
+  void look_around(int peer) const;
   bool has_ended() const;
+  bool is_gone(int peer) const;
   [[noreturn]] void throw_ended(const std::string& where) const;
   void check_entry();
+  [[noreturn]] void throw_forked() const;
   void record_abort(ErrorKind kind, const std::string& message);
   static void wake_all(RankArea& area);
+
+  // diagnosis.cpp: what is said then.
+  [[noreturn]] void lost_peer(int peer) const override;
+  [[noreturn]] void throw_mismatch(const std::string& difference) const;
+  [[noreturn]] void throw_late(int peer) const;
+  void check_for_crossing(int peer) const;
+  std::optional<Crossing> awaited_by(const RankArea& process) const;
   std::string where() const;
+  std::string own_call() const;
+  std::string call_of(int rank) const;
+  std::string calls() const;
+  void report() const;
   std::string arrivals() const;
+  std::string last_of(int rank) const;
 
   std::shared_ptr<Segment> segment_;
   std::shared_ptr<Heap> heap_;
-  Liveness liveness_;
+  mutable Liveness liveness_;
+  const unsigned generation_;
   Patience patience_;
   bool can_copy_once_ = false;  // ranks can read each other's memory; the same on all ranks
   bool single_copy_ = false;    // and it pays, where they are now
   uint64_t probe_word_ = 0;
   std::vector<char> scratch_;
   bool crowded_ = false;  // more ranks than cores; the same on all ranks
+  const bool checks_headers_;
   ShmSlots slots_;
   std::atomic<uint32_t> sequence_{0};  // of the operation in progress, or the last one; wraps
   int64_t until_probe_ = 0;  // bytes of large operations before the latency is measured again
@@ -143,10 +183,14 @@ class ShmCommunicator : public Communicator, private Watch {
 
   // Of the operation in progress.
   const Request* request_ = nullptr;
+  uint64_t record_ = 0;  // its number in the flight recorder
+  uint64_t started_ = 0, met_ = 0;
+  bool meeting_ = false;                // until all ranks have entered it
   std::chrono::milliseconds limit_{0};  // of its waits
   double factors_[kMaxRanks];           // every rank's, of a premul_sum
   mutable std::chrono::steady_clock::time_point wait_began_;
   mutable bool waiting_ = false;
+  mutable bool waited_ = false;  // for longer than a few hundred polls
 };
 
 }  // namespace pycomm

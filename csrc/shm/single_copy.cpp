@@ -25,7 +25,7 @@ void ShmCommunicator::find_single_copy() {
   Flag& mine = segment_->area(rank()).reads_peers;
   set_and_wake(mine.value, can ? 2 : 1, mine.sleepers);
   can_copy_once_ = can;
-  const Request barrier;
+  const Request barrier{};
   request_ = &barrier;
   for (int peer = 0; peer < world_size(); ++peer) {
     Flag& theirs = segment_->area(peer).reads_peers;
