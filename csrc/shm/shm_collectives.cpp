@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <random>
+#include <type_traits>
 
 #include "../algorithms/choose.h"
 #include "../algorithms/direct.h"
@@ -353,6 +355,32 @@ void ShmCommunicator::fill_header(const Request& request) {
   header.place = place_of(request);
   header.address = address_of(request);
   if (header.has_parts) write_parts(request);
+  if (__builtin_expect(test_fault().kind == TestFault::Kind::kCorrupt, 0)) corrupt(header);
+}
+
+// For tests: fields of random values, each with a chance of one in four.
+void ShmCommunicator::corrupt(OperationHeader& header) const {
+  const TestFault& fault = test_fault();
+  if (!fault.is_due(rank(), sequence_, TestFault::kAtEntry)) return;
+  std::minstd_rand random(static_cast<uint32_t>(fault.value));
+  const auto spoil = [&](auto& field) {
+    using Field = std::remove_reference_t<decltype(field)>;
+    if (random() % 4 == 0) field = static_cast<Field>(random());
+  };
+  spoil(header.operation);
+  spoil(header.dtype);
+  spoil(header.op);
+  spoil(header.algorithm);
+  spoil(header.count);
+  spoil(header.root);
+  spoil(header.has_parts);
+  spoil(header.factor);
+  spoil(header.address);
+  spoil(header.place);
+  for (Part& part : announcement_of(rank()).parts) {
+    spoil(part.sends);
+    spoil(part.receives);
+  }
 }
 
 void ShmCommunicator::announce(const void* payload, int64_t payload_bytes) {

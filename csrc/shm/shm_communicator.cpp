@@ -9,6 +9,7 @@
 
 #include "../call_site.h"
 #include "../interrupt.h"
+#include "../test_fault.h"
 
 namespace pycomm {
 namespace {
@@ -117,6 +118,7 @@ void ShmCommunicator::execute(const Request& request) {
   check_entry();
   begin(request);
   try {
+    test_fault_point(rank(), sequence_, TestFault::kAtEntry);
     dispatch(request);
   } catch (const Error& error) {
     fail(error.kind(), error.what());

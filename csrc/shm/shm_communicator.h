@@ -37,6 +37,11 @@ class ShmCommunicator : public Communicator, private Watch {
   void end();
   // In a forked child.
   void forget() { liveness_.forget(); }
+  // The segment with which a part of the ranks goes on; collective over these, in rising order. What
+  // is under way in this communicator ends. Raises PeerDiedError if one of them dies meanwhile.
+  std::shared_ptr<Segment> succeed(const std::vector<int>& ranks,
+                                   std::chrono::milliseconds timeout);
+  std::vector<int> living_ranks() const;  // whose processes have not ended
   bool is_forked() const { return generation_ != registry::generation(); }
   double flag_latency_ns() override;
   std::shared_ptr<Pending> post(const Message& message, std::shared_ptr<void> keep_alive) override;
@@ -88,6 +93,7 @@ class ShmCommunicator : public Communicator, private Watch {
     return reached(load_acquire(announcement_of(rank).header.sequence), sequence_);
   }
   void fill_header(const Request& request);
+  void corrupt(OperationHeader& header) const;
   void announce(const void* payload = nullptr, int64_t payload_bytes = 0);
   void write_parts(const Request& request);
   int64_t place_of(const Request& request) const;
@@ -135,6 +141,13 @@ class ShmCommunicator : public Communicator, private Watch {
   void fail(ErrorKind kind, const std::string& message);
   bool is_short() const { return request_->bytes() <= kEagerBytes; }
   void leave(Departure how);
+
+  // succession.cpp
+  std::shared_ptr<Segment> lead(const std::vector<int>& ranks,
+                                std::chrono::steady_clock::time_point deadline);
+  std::shared_ptr<Segment> follow(const std::vector<int>& ranks,
+                                  std::chrono::steady_clock::time_point deadline);
+  void wait_for_offer(int leader, uint32_t seen, std::chrono::steady_clock::time_point deadline);
 
   // The end of a wait.
   bool check_wait(int peer, bool sleeping) const override;
