@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstring>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -36,7 +37,11 @@ using std::chrono::milliseconds;
 
 void set_python_error(const Error& error) {
   const py::object type = py::module_::import("pycomm.errors").attr(class_name(error.kind()));
-  PyErr_SetString(type.ptr(), error.what());
+  // A message may quote what is not UTF-8, or end within a letter.
+  const char* text = error.what();
+  const auto message = py::reinterpret_steal<py::object>(
+      PyUnicode_DecodeUTF8(text, static_cast<Py_ssize_t>(std::strlen(text)), "replace"));
+  PyErr_SetObject(type.ptr(), message.ptr());
 }
 
 void bind_errors() {
@@ -153,6 +158,9 @@ void bind_shm(py::module_& m) {
            arg("spin_polls"), arg("heap_bytes"), arg("channel_bytes"), arg("single_copy"))
       .def_property_readonly("address", &ShmOffer::address, "What the other ranks need to join.")
       .def(
+          "serve", &ShmOffer::serve, arg("timeout"), arg("look") = Look(), Release(),
+          "Waits until all ranks are here; look(those that are) returns why not to wait on, or ''.")
+      .def(
           "accept",
           [](ShmOffer& self, milliseconds timeout) {
             return make_communicator(self.accept(timeout), 0, timeout);
@@ -160,11 +168,22 @@ void bind_shm(py::module_& m) {
           arg("timeout"), Release(), "Waits for all ranks; returns rank 0's communicator.");
   m.def(
       "join_shm",
-      [](const std::string& address, int rank, milliseconds timeout) {
-        return make_communicator(join_shm(address, rank, timeout), rank, timeout);
+      [](const std::string& address, int rank, milliseconds timeout, int world_size) {
+        return make_communicator(join_shm(address, rank, timeout, world_size), rank, timeout);
       },
-      arg("address"), arg("rank"), arg("timeout"), Release(),
+      arg("address"), arg("rank"), arg("timeout"), arg("world_size") = 0, Release(),
       "Joins the segment that rank 0 offers; returns this rank's communicator.");
+  m.def(
+      "try_join_shm",
+      [](const std::string& address, int rank, int world_size, milliseconds limit,
+         milliseconds timeout) -> std::shared_ptr<Communicator> {
+        auto segment = try_join_shm(address, rank, world_size, limit);
+        return segment ? make_communicator(std::move(segment), rank, timeout) : nullptr;
+      },
+      arg("address"), arg("rank"), arg("world_size"), arg("limit"), arg("timeout"), Release(),
+      "The same, or None if the offer is over; `limit` is for joining, `timeout` for operations.");
+  m.def("check_reachable", &check_reachable, arg("address"), arg("rank"),
+        "Raises Error if the address is one on another host or in another network namespace.");
 }
 
 // ---- kernels/
