@@ -171,6 +171,7 @@ class Communicator {
   // What the flight recorder holds of any rank, oldest first; in ticks of `scale()`.
   virtual std::vector<RecordView> records(int rank) const = 0;
   virtual RankState state_of(int rank) const = 0;
+  virtual std::vector<int> living_ranks() const = 0;  // that have neither died nor left
   // The first failure of any rank, or nothing.
   virtual std::string failure_report() const = 0;
   TickScale::Now scale() const { return scale_.now(); }

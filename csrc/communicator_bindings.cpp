@@ -571,6 +571,8 @@ void bind_communicator(py::module_& m) {
            "The flight recorder of any rank of the group: its last operations, oldest first.")
       .def("rank_state", &rank_state, arg("rank"),
            "What is known of a rank: pid, alive, stopped, left, sequence, farewell.")
+      .def("living_ranks", &Communicator::living_ranks,
+           "The ranks that have neither died nor left, as far as this one can tell.")
       .def("failure_report", &failure_report, "The group's first failure, or None.")
       .def("set_farewell", &Communicator::set_farewell, arg("reason"),
            "What peers are told if this rank leaves while they wait for it.")

@@ -7,6 +7,8 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstring>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -23,6 +25,7 @@
 #include "python_tensor.h"
 #include "shm/rendezvous.h"
 #include "shm/shm_communicator.h"
+#include "test_fault.h"
 #ifdef PYCOMM_WITH_CUDA
 #include "kernels/elementwise_cuda.h"
 #endif
@@ -38,7 +41,11 @@ using std::chrono::milliseconds;
 
 void set_python_error(const Error& error) {
   const py::object type = py::module_::import("pycomm.errors").attr(class_name(error.kind()));
-  PyErr_SetString(type.ptr(), error.what());
+  // A message may quote what is not UTF-8, or end within a letter.
+  const char* text = error.what();
+  const auto message = py::reinterpret_steal<py::object>(
+      PyUnicode_DecodeUTF8(text, static_cast<Py_ssize_t>(std::strlen(text)), "replace"));
+  PyErr_SetObject(type.ptr(), message.ptr());
 }
 
 void bind_errors() {
@@ -120,6 +127,8 @@ Living& living() {
 }
 
 void end_all_communicators() {
+  const auto reason =
+      py::module_::import("pycomm.recovery").attr("last_words")().cast<std::string>();
   py::gil_scoped_release release;
   std::vector<std::weak_ptr<ShmCommunicator>> communicators;
   {
@@ -128,7 +137,10 @@ void end_all_communicators() {
   }
   for (const auto& communicator : communicators)
     if (const auto alive = communicator.lock())
-      if (!alive->is_forked()) alive->end();
+      if (!alive->is_forked()) {
+        alive->set_farewell(reason);
+        alive->end();
+      }
 }
 
 std::shared_ptr<Communicator> make_communicator(std::shared_ptr<Segment> segment, int rank,
@@ -159,11 +171,29 @@ void bind_call_sites(py::module_& m) {
   m.def("call_site", &python_call_site, "The line that it would be here.");
 }
 
+void bind_test_fault(py::module_& m) {
+  m.def(
+      "set_test_fault",
+      [](const std::string& what, int rank, uint32_t operation, int64_t chunk, int64_t value) {
+        using Kind = TestFault::Kind;
+        static const std::map<std::string, Kind> kKinds = {
+            {"kill", Kind::kKill},   {"segv", Kind::kSegv},   {"exit", Kind::kExit},
+            {"stop", Kind::kStop},   {"raise", Kind::kRaise}, {"delay", Kind::kDelay},
+            {"corrupt", Kind::kCorrupt}};
+        const auto kind = kKinds.find(what);
+        PYCOMM_CHECK(kind != kKinds.end(), kInvalidArgument, "unknown test fault '", what, "'");
+        test_fault() = {kind->second, rank, operation, chunk, value};
+      },
+      py::arg("what"), py::arg("rank"), py::arg("operation"), py::arg("chunk") = TestFault::kAtEntry,
+      py::arg("value") = 0, "For tests: see PYCOMM_TEST_FAULT.");
+}
+
 void bind_shm(py::module_& m) {
   using py::arg;
   using Release = py::call_guard<py::gil_scoped_release>;
   set_interrupt_check(check_signals);
   bind_call_sites(m);
+  bind_test_fault(m);
   py::module_::import("atexit").attr("register")(py::cpp_function(end_all_communicators));
   py::class_<ShmOffer>(m, "ShmOffer", "Rank 0's side of the rendezvous of a host's ranks.")
       .def(py::init([](int world_size, int64_t slot_bytes, int slots, const std::string& streaming,
@@ -188,6 +218,9 @@ void bind_shm(py::module_& m) {
            arg("records"), arg("liveness"), arg("check_headers") = true)
       .def_property_readonly("address", &ShmOffer::address, "What the other ranks need to join.")
       .def(
+          "serve", &ShmOffer::serve, arg("timeout"), arg("look") = Look(), Release(),
+          "Waits until all ranks are here; look(those that are) returns why not to wait on, or ''.")
+      .def(
           "accept",
           [](ShmOffer& self, milliseconds timeout) {
             return make_communicator(self.accept(timeout), 0, timeout);
@@ -195,11 +228,22 @@ void bind_shm(py::module_& m) {
           arg("timeout"), Release(), "Waits for all ranks; returns rank 0's communicator.");
   m.def(
       "join_shm",
-      [](const std::string& address, int rank, milliseconds timeout) {
-        return make_communicator(join_shm(address, rank, timeout), rank, timeout);
+      [](const std::string& address, int rank, milliseconds timeout, int world_size) {
+        return make_communicator(join_shm(address, rank, timeout, world_size), rank, timeout);
       },
-      arg("address"), arg("rank"), arg("timeout"), Release(),
+      arg("address"), arg("rank"), arg("timeout"), arg("world_size") = 0, Release(),
       "Joins the segment that rank 0 offers; returns this rank's communicator.");
+  m.def(
+      "shrink",
+      [](const std::shared_ptr<Communicator>& old, const std::vector<int>& ranks,
+         milliseconds timeout) {
+        auto& from = dynamic_cast<ShmCommunicator&>(*old);
+        const auto place = std::find(ranks.begin(), ranks.end(), from.rank()) - ranks.begin();
+        return make_communicator(from.succeed(ranks, timeout), static_cast<int>(place),
+                                 from.timeout());
+      },
+      arg("communicator"), arg("ranks"), arg("timeout"), Release(),
+      "Collective over `ranks`: a communicator of these alone, found through the old one, which ends.");
   m.def(
       "living_communicators",
       [] {
@@ -211,6 +255,17 @@ void bind_shm(py::module_& m) {
         return alive;
       },
       "The communicators of this process.");
+  m.def(
+      "try_join_shm",
+      [](const std::string& address, int rank, int world_size, milliseconds limit,
+         milliseconds timeout) -> std::shared_ptr<Communicator> {
+        auto segment = try_join_shm(address, rank, world_size, limit);
+        return segment ? make_communicator(std::move(segment), rank, timeout) : nullptr;
+      },
+      arg("address"), arg("rank"), arg("world_size"), arg("limit"), arg("timeout"), Release(),
+      "The same, or None if the offer is over; `limit` is for joining, `timeout` for operations.");
+  m.def("check_reachable", &check_reachable, arg("address"), arg("rank"),
+        "Raises Error if the address is one on another host or in another network namespace.");
 }
 
 // ---- kernels/

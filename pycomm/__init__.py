@@ -4,7 +4,7 @@
 ``pycomm.DistributedDataParallel`` takes the place of torch's class. See README.md.
 """
 
-from pycomm.backend import create_communicator, get_communicator, register
+from pycomm.backend import get_communicator, register
 from pycomm.ddp import DistributedDataParallel
 from pycomm.errors import (
     AbortedError,
@@ -16,6 +16,8 @@ from pycomm.errors import (
 )
 from pycomm.extension import core as _core_module
 from pycomm.memory import empty
+from pycomm.recovery import shrink
+from pycomm.rendezvous import create_communicator
 
 Communicator = _core_module.Communicator
 __version__ = "0.1.0"
@@ -33,6 +35,7 @@ __all__ = [
     "create_communicator",
     "empty",
     "get_communicator",
+    "shrink",
 ]
 
 register()

@@ -16,7 +16,10 @@ BUILD_VARIABLES = {
     "PYCOMM_CUDA": "Build only: auto, 0 or 1; whether setup.py compiles the CUDA kernels."
 }
 TEST_VARIABLES = {
-    "PYCOMM_TEST_DDP": "Tests only: `torch` runs the DDP contract tests against torch's own class."
+    "PYCOMM_TEST_DDP": "Tests only: `torch` runs the DDP contract tests against torch's own class.",
+    "PYCOMM_TEST_FAULT": "Tests only: a fault, as `what=kill,rank=1,operation=5`; what: kill, segv, exit, stop, raise, "
+    "delay (value=ms), corrupt (the header; value=seed); with chunk=2 inside the operation, else before it. "
+    "Operations count from 2.",
 }
 
 

@@ -12,10 +12,12 @@ namespace pycomm {
 using c10d::OpType;
 using WorkPtr = C10dBackend::WorkPtr;
 
-C10dBackend::C10dBackend(std::shared_ptr<Communicator> communicator, Split split)
+C10dBackend::C10dBackend(std::shared_ptr<Communicator> communicator, Split split,
+                         Farewell farewell)
     : Backend(communicator->rank(), communicator->world_size()),
       target_{std::move(communicator), std::make_shared<Observers>()},
       split_(std::move(split)),
+      farewell_(std::move(farewell)),
       options_(c10::make_intrusive<Options>(kBackendName, target_.communicator->timeout())) {}
 
 // ---- the group
@@ -35,6 +37,7 @@ void C10dBackend::abort() {
 }
 
 void C10dBackend::shutdown() {
+  target_.communicator->set_farewell(farewell_());
   translated([&] { target_.communicator->shutdown(); });
 }
 

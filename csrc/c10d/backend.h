@@ -29,7 +29,10 @@ class C10dBackend : public c10d::Backend {
   using Split =
       std::function<BackendPtr(const c10::intrusive_ptr<c10d::Store>&, int, int, Milliseconds)>;
 
-  C10dBackend(std::shared_ptr<Communicator> communicator, Split split);
+  // Why this rank leaves its group, if because of an exception.
+  using Farewell = std::function<std::string()>;
+
+  C10dBackend(std::shared_ptr<Communicator> communicator, Split split, Farewell farewell);
 
   const std::shared_ptr<Communicator>& communicator() const { return target_.communicator; }
 
@@ -126,6 +129,7 @@ class C10dBackend : public c10d::Backend {
 
   Target target_;
   const Split split_;
+  const Farewell farewell_;
   c10::intrusive_ptr<Options> options_;
   std::atomic<uint64_t> sequence_{0};
   std::mutex coalescing_mutex_;

@@ -81,6 +81,11 @@ c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& s
       .cast<c10::intrusive_ptr<C10dBackend>>();
 }
 
+std::string farewell() {
+  py::gil_scoped_acquire gil;
+  return py::module_::import("pycomm.recovery").attr("farewell")().cast<std::string>();
+}
+
 }  // namespace
 }  // namespace pycomm
 
@@ -95,7 +100,8 @@ PYBIND11_MODULE(_c10d, m) {
 
   py::class_<C10dBackend, c10d::Backend, c10::intrusive_ptr<C10dBackend>>(m, "C10dBackend")
       .def(py::init([](const py::capsule& communicator) {
-             return c10::make_intrusive<C10dBackend>(communicator_from(communicator), split);
+             return c10::make_intrusive<C10dBackend>(communicator_from(communicator), split,
+                                                     farewell);
            }),
            py::arg("communicator"))
       .def("_communicator_address", [](const C10dBackend& self) {

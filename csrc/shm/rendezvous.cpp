@@ -1,50 +1,31 @@
 #include "rendezvous.h"
 
 #include <poll.h>
-#include <sys/socket.h>
-#include <sys/un.h>
-#include <unistd.h>
 
-#include <cstddef>
-#include <cstring>
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
 #include <random>
 #include <sstream>
-#include <vector>
+#include <utility>
 
-#include "../error.h"
 #include "../interrupt.h"
+#include "greeting.h"
 
 namespace pycomm {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-constexpr int kSecretBytes = 32;  // hexadecimal digits: 128 random bits
-constexpr std::chrono::milliseconds kGreetingTime{2000};
+using std::chrono::milliseconds;
 
-// What a joining rank says first.
-struct Greeting {
-  char secret[kSecretBytes];
-  int32_t rank;
-};
-
-class Descriptor {
- public:
-  explicit Descriptor(int fd) : fd_(fd) {}
-  ~Descriptor() {
-    if (fd_ >= 0) close(fd_);
-  }
-  Descriptor(const Descriptor&) = delete;
-  Descriptor& operator=(const Descriptor&) = delete;
-  int get() const { return fd_; }
-
- private:
-  int fd_;
-};
+constexpr milliseconds kGreetingTime{2000};
+constexpr int kMaxSilentCallers = 64;  // more, and the one silent for longest is dropped
+constexpr int kMaxAdmissions = 64;     // in a row, before those who are here are heard again
 
 std::string random_hex() {
   std::random_device device;
   std::string text;
-  for (int word = 0; word < kSecretBytes / 8; ++word) {
+  for (size_t word = 0; word < kSecretBytes / 8; ++word) {
     char digits[9];
     std::snprintf(digits, sizeof digits, "%08x", static_cast<unsigned>(device()));
     text += digits;
@@ -52,161 +33,244 @@ std::string random_hex() {
   return text;
 }
 
-// An abstract address: sun_path begins with a zero byte, and no file exists.
-socklen_t abstract_address(const std::string& name, sockaddr_un* address) {
-  *address = {};
-  address->sun_family = AF_UNIX;
-  std::memcpy(address->sun_path + 1, name.data(), name.size());
-  return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
-}
-
-std::string host_name() {
-  char name[256] = "";
-  gethostname(name, sizeof name - 1);
-  return name;
-}
-
-// Waits until the socket is ready for `events`, in slices, so that interrupts are heard.
-bool wait_ready(int fd, short events, Clock::time_point deadline) {
-  for (;;) {
-    pollfd entry{fd, events, 0};
-    if (poll(&entry, 1, static_cast<int>(kSleep.count())) > 0) return true;
-    check_interrupt();
-    if (Clock::now() >= deadline) return false;
-  }
-}
-
-// A message of one byte that carries a descriptor.
-struct DescriptorMessage {
-  char byte = 'd';
-  iovec data{&byte, 1};
-  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
-  msghdr message{};
-
-  DescriptorMessage() {
-    message.msg_iov = &data;
-    message.msg_iovlen = 1;
-    message.msg_control = control;
-    message.msg_controllen = sizeof control;
-  }
-};
-
-bool send_descriptor(int connection, int descriptor) {
-  DescriptorMessage packet;
-  cmsghdr* header = CMSG_FIRSTHDR(&packet.message);
-  header->cmsg_level = SOL_SOCKET;
-  header->cmsg_type = SCM_RIGHTS;
-  header->cmsg_len = CMSG_LEN(sizeof(int));
-  std::memcpy(CMSG_DATA(header), &descriptor, sizeof descriptor);
-  return sendmsg(connection, &packet.message, MSG_NOSIGNAL) == 1;
-}
-
-int receive_descriptor(int connection) {
-  DescriptorMessage packet;
-  if (recvmsg(connection, &packet.message, MSG_CMSG_CLOEXEC) != 1) return -1;
-  const cmsghdr* header = CMSG_FIRSTHDR(&packet.message);
-  if (!header || header->cmsg_type != SCM_RIGHTS) return -1;
-  int descriptor = -1;
-  std::memcpy(&descriptor, CMSG_DATA(header), sizeof descriptor);
-  return descriptor;
-}
-
 // Time that does not depend on how long the secrets agree.
 bool same_secret(const char* a, const char* b) {
   unsigned difference = 0;
-  for (int i = 0; i < kSecretBytes; ++i) difference |= static_cast<unsigned>(a[i] ^ b[i]);
+  for (size_t i = 0; i < kSecretBytes; ++i) difference |= static_cast<unsigned>(a[i] ^ b[i]);
   return difference == 0;
+}
+
+std::string version_of(uint32_t protocol, uint32_t layout) {
+  std::ostringstream text;
+  text << "(protocol " << protocol << ", segment layout " << std::hex << layout << ")";
+  return text.str();
 }
 
 }  // namespace
 
 ShmOffer::ShmOffer(int world_size, const ShmConfig& config) : secret_(random_hex()) {
-  segment_ = Segment::create(world_size, config, &segment_descriptor_);
+  int descriptor = -1;
+  segment_ = Segment::create(world_size, config, &descriptor);
+  segment_descriptor_.reset(descriptor);
   const std::string name = "pycomm-" + random_hex();
-  listener_ = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-  sockaddr_un address;
-  const socklen_t length = abstract_address(name, &address);
-  PYCOMM_CHECK_SYSTEM(listener_ >= 0 &&
-                          bind(listener_, reinterpret_cast<sockaddr*>(&address), length) == 0 &&
-                          listen(listener_, kMaxRanks) == 0,
-                      "rank 0 cannot open the socket that hands out its shared segment");
-  address_ = concat(name, " ", secret_, " ", segment_->head().nonce, " ", host_name());
+  listener_ = listen_at(name);
+  PYCOMM_CHECK_SYSTEM(listener_, "rank 0 cannot open the socket that hands out its shared segment");
+  address_ = Address{name, secret_, segment_->head().nonce, place(), host_name()}.text();
 }
 
-ShmOffer::~ShmOffer() {
-  if (listener_ >= 0) close(listener_);
-  if (segment_descriptor_ >= 0) close(segment_descriptor_);
-}
+ShmOffer::~ShmOffer() { end(ErrorKind::kAborted, "rank 0 gave up the rendezvous"); }
 
-// Returns the rank served, or -1 for a stranger, who is dropped.
-int ShmOffer::serve_one(int connection, int world_size) {
-  const timeval limit{kGreetingTime.count() / 1000, 0};
-  setsockopt(connection, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
-  Greeting greeting;
-  if (recv(connection, &greeting, sizeof greeting, MSG_WAITALL) != sizeof greeting) return -1;
-  if (!same_secret(greeting.secret, secret_.data())) return -1;
-  if (greeting.rank <= 0 || greeting.rank >= world_size) return -1;
-  return send_descriptor(connection, segment_descriptor_) ? greeting.rank : -1;
-}
-
-std::shared_ptr<Segment> ShmOffer::accept(std::chrono::milliseconds timeout) {
-  const auto deadline = Clock::now() + timeout;
-  const int world_size = segment_->head().world_size;
-  std::vector<bool> arrived(static_cast<size_t>(world_size), false);
-  arrived[0] = true;
-  for (int missing = world_size - 1; missing > 0;) {
-    if (!wait_ready(listener_, POLLIN, deadline)) {
-      std::ostringstream ranks;
-      for (int rank = 0; rank < world_size; ++rank)
-        if (!arrived[rank]) ranks << " " << rank;
-      throw Error(ErrorKind::kTimeout,
-                  concat("rank 0: rendezvous of ", world_size, " ranks exceeded its timeout of ",
-                         timeout.count(), " ms; these never came:", ranks.str(),
-                         ". Are they running, on this host (", host_name(), ")?"));
-    }
-    const Descriptor connection(accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC));
-    if (connection.get() < 0) continue;
-    const int rank = serve_one(connection.get(), world_size);
-    if (rank > 0 && !arrived[rank]) {
-      arrived[rank] = true;
-      --missing;
-    }
-  }
+std::shared_ptr<Segment> ShmOffer::accept(milliseconds timeout) {
+  serve(timeout);
+  let_go();
   return segment_;
 }
 
-std::shared_ptr<Segment> join_shm(const std::string& address, int rank,
-                                  std::chrono::milliseconds timeout) {
-  const auto deadline = Clock::now() + timeout;
-  std::istringstream fields(address);
-  std::string name, secret, host;
-  uint64_t nonce = 0;
-  fields >> name >> secret >> nonce >> host;
-  PYCOMM_CHECK(!fields.fail() && secret.size() == kSecretBytes && name.size() < 100, kError,
-               "rank ", rank, ": malformed shared-memory address from rank 0: '", address, "'");
+void ShmOffer::serve(milliseconds timeout, const Look& look) {
+  PYCOMM_CHECK(listener_, kError,
+               "rank 0: this offer of a shared segment is over; make another one");
+  try {
+    wait_for_all(timeout, look);
+  } catch (const Error& error) {
+    end(error.kind(), error.what());
+    throw;
+  } catch (...) {
+    end(ErrorKind::kAborted, "rank 0 was interrupted at the rendezvous");
+    throw;
+  }
+}
 
-  const Descriptor connection(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  sockaddr_un target;
-  const socklen_t length = abstract_address(name, &target);
-  PYCOMM_CHECK_SYSTEM(
-      connection.get() >= 0 &&
-          connect(connection.get(), reinterpret_cast<sockaddr*>(&target), length) == 0,
-      "rank ", rank, " on host ", host_name(), " cannot reach the shared memory of rank 0 on host ",
-      host,
-      " (all ranks of backend 'pycomm' must run on one host and in one network namespace; "
-      "between hosts use backend 'gloo' or 'nccl')");
+void ShmOffer::wait_for_all(milliseconds timeout, const Look& look) {
+  const auto deadline = Clock::now() + timeout;
+  auto next_look = Clock::now() + kSleep;
+  for (;; wait_for_news()) {
+    for (Caller& caller : callers_) hear(caller);
+    admit_callers();
+    callers_.erase(std::remove_if(callers_.begin(), callers_.end(),
+                                  [](const Caller& caller) { return caller.is_gone; }),
+                   callers_.end());
+    if (all_are_ready()) return;
+    const auto now = Clock::now();
+    if (now < next_look) continue;
+    next_look = now + kSleep;
+    check_interrupt();
+    const std::string why = look ? look(ready_ranks()) : std::string();
+    PYCOMM_CHECK(why.empty(), kAborted, why);
+    PYCOMM_CHECK(now < deadline, kTimeout, who_is_missing(timeout));
+  }
+}
+
+void ShmOffer::wait_for_news() {
+  std::vector<pollfd> entries{{listener_.get(), POLLIN, 0}};
+  for (const Caller& caller : callers_) entries.push_back({caller.socket.get(), POLLIN, 0});
+  poll(entries.data(), entries.size(), static_cast<int>(kSleep.count()));
+}
+
+void ShmOffer::admit_callers() {
+  for (int admitted = 0; admitted < kMaxAdmissions; ++admitted) {
+    Caller caller(accept_from(listener_.get()));
+    if (!caller.socket) {
+      if (errno == EMFILE && drop_oldest_silent_caller()) return;
+      PYCOMM_CHECK_SYSTEM(errno == EAGAIN || errno == EINTR || errno == ECONNABORTED,
+                          "rank 0 cannot take another rank's connection at the rendezvous");
+      return;
+    }
+    hear(caller);
+    if (caller.is_gone) continue;
+    if (std::count_if(callers_.begin(), callers_.end(), is_silent) >= kMaxSilentCallers)
+      drop_oldest_silent_caller();
+    callers_.push_back(std::move(caller));
+  }
+}
+
+bool ShmOffer::is_silent(const Caller& caller) { return !caller.is_member && !caller.is_gone; }
+
+// False: there is none. Callers are in order of arrival.
+bool ShmOffer::drop_oldest_silent_caller() {
+  const auto oldest = std::find_if(callers_.begin(), callers_.end(), is_silent);
+  if (oldest == callers_.end()) return false;
+  oldest->forget();
+  return true;
+}
+
+void ShmOffer::hear(Caller& caller) {
+  if (caller.is_gone) return;
+  if (caller.is_member)
+    hear_member(caller);
+  else
+    hear_greeting(caller);
+}
+
+void ShmOffer::hear_greeting(Caller& caller) {
+  uid_t user = 0;
+  if (!peer_user(caller.socket.get(), &user) || user != geteuid())
+    return refuse(caller, ErrorKind::kError,
+                  concat("rank 0 runs as user ", geteuid(), " and does not let user ", user,
+                         " join; all ranks must run as one user"));
   Greeting greeting;
-  std::memcpy(greeting.secret, secret.data(), kSecretBytes);
-  greeting.rank = rank;
-  PYCOMM_CHECK_SYSTEM(
-      send(connection.get(), &greeting, sizeof greeting, MSG_NOSIGNAL) == sizeof greeting, "rank ",
-      rank, ": rank 0 closed the rendezvous");
-  PYCOMM_CHECK(wait_ready(connection.get(), POLLIN, deadline), kTimeout, "rank ", rank,
-               ": rank 0 did not hand out its shared segment within ", timeout.count(), " ms");
-  const Descriptor segment(receive_descriptor(connection.get()));
-  PYCOMM_CHECK(segment.get() >= 0, kError, "rank ", rank,
-               ": rank 0 refused this rank at the rendezvous");
-  return Segment::open(segment.get(), nonce);
+  const Packet packet = receive_packet(caller.socket.get(), &greeting, sizeof greeting);
+  if (packet.arrival == Arrival::kNothing) {
+    if (Clock::now() - caller.since > kGreetingTime) caller.forget();
+  } else if (packet.bytes < sizeof greeting || !same_secret(greeting.secret, secret_.data())) {
+    say(caller.socket.get(), Message(Word::kUnknown));
+    caller.forget();
+  } else {
+    welcome(caller, greeting);
+  }
+}
+
+// Of a caller who knows the secret.
+void ShmOffer::welcome(Caller& caller, const Greeting& greeting) {
+  try {
+    check_member(greeting);
+  } catch (const Error& error) {
+    refuse(caller, error.kind(), error.what());
+    throw;
+  }
+  const int world_size = segment_->head().world_size;
+  if (greeting.rank <= 0 || greeting.rank >= world_size)
+    return refuse(caller, ErrorKind::kInvalidArgument,
+                  concat("rank ", greeting.rank, " is not one of the ranks 1 to ", world_size - 1,
+                         " that rank 0 waits for"));
+  if (Caller* first = find(greeting.rank)) hear(*first);  // it may have died since
+  if (find(greeting.rank))
+    return refuse(caller, ErrorKind::kError,
+                  concat("another process is rank ", greeting.rank,
+                         " already; is it started twice, or is its RANK wrong?"));
+  caller.is_member = true;
+  caller.rank = greeting.rank;
+  if (!say(caller.socket.get(), Message(Word::kSegment), segment_descriptor_.get()))
+    caller.forget();
+}
+
+// What sets apart ranks of one job that can never work together: an error for all of them.
+void ShmOffer::check_member(const Greeting& greeting) const {
+  const uint32_t layout = layout_of_segment();
+  PYCOMM_CHECK(greeting.protocol == kProtocol && greeting.layout == layout, kError, "rank ",
+               greeting.rank, " runs another version of pycomm ",
+               version_of(greeting.protocol, greeting.layout), " than rank 0 ",
+               version_of(kProtocol, layout), "; install the same for all ranks");
+  const int world_size = segment_->head().world_size;
+  PYCOMM_CHECK(greeting.world_size == 0 || greeting.world_size == world_size, kMismatch, "rank ",
+               greeting.rank, " was started with a world size of ", greeting.world_size,
+               ", but rank 0 with ", world_size, "; all ranks need the same");
+}
+
+void ShmOffer::hear_member(Caller& caller) {
+  Message message(Word{});
+  const Packet packet = listen_to(caller.socket.get(), &message);
+  if (packet.arrival == Arrival::kEnd) {  // killed: it may be started again
+    left_.insert(caller.rank);
+    caller.forget();
+  } else if (packet.arrival == Arrival::kPacket && message.word == Word::kGaveUp) {
+    throw Error(message.kind,
+                concat("rank 0: rank ", caller.rank, " gave up the rendezvous: ", message.text));
+  } else if (packet.arrival == Arrival::kPacket && message.word == Word::kReady) {
+    caller.is_ready = true;
+  }
+}
+
+ShmOffer::Caller* ShmOffer::find(int rank) {
+  for (Caller& caller : callers_)
+    if (caller.is_member && !caller.is_gone && caller.rank == rank) return &caller;
+  return nullptr;
+}
+
+std::vector<int> ShmOffer::ready_ranks() const {
+  std::vector<int> ranks;
+  for (const Caller& caller : callers_)
+    if (caller.is_ready && !caller.is_gone) ranks.push_back(caller.rank);
+  return ranks;
+}
+
+bool ShmOffer::all_are_ready() const {
+  return static_cast<int>(ready_ranks().size()) == segment_->head().world_size - 1;
+}
+
+void ShmOffer::refuse(Caller& caller, ErrorKind kind, const std::string& why) {
+  say(caller.socket.get(), Message(Word::kRefused, kind, why));
+  caller.forget();
+  last_refusal_ = why;
+}
+
+void ShmOffer::let_go() {
+  std::ostringstream dead;
+  for (const Caller& caller : callers_)
+    if (caller.is_member && !say(caller.socket.get(), Message(Word::kGo)))
+      dead << " " << caller.rank;
+  PYCOMM_CHECK(dead.str().empty(), kPeerDied,
+               "rank 0: these ranks died at the end of the rendezvous:", dead.str());
+  close_doors();
+}
+
+void ShmOffer::end(ErrorKind kind, const std::string& why) {
+  for (const Caller& caller : callers_)
+    if (caller.is_member) say(caller.socket.get(), Message(Word::kRefused, kind, why));
+  close_doors();
+}
+
+void ShmOffer::close_doors() {
+  callers_.clear();
+  listener_.reset();
+  segment_descriptor_.reset();
+}
+
+std::string ShmOffer::who_is_missing(milliseconds timeout) {
+  std::ostringstream text, missing, slow, gone;
+  const int world_size = segment_->head().world_size;
+  for (int rank = 1; rank < world_size; ++rank) {
+    const Caller* caller = find(rank);
+    if (caller && caller->is_ready) continue;
+    (caller ? slow : left_.count(rank) ? gone : missing) << " " << rank;
+  }
+  text << "rank 0: rendezvous of " << world_size << " ranks exceeded its timeout of "
+       << timeout.count() << " ms";
+  if (!missing.str().empty()) text << "; these never came:" << missing.str();
+  if (!gone.str().empty()) text << "; these came and left again:" << gone.str();
+  if (!slow.str().empty()) text << "; these came, but did not map the segment:" << slow.str();
+  text << ". Are they running, on this host (" << host_name() << ")?";
+  if (!last_refusal_.empty()) text << " Refused was: " << last_refusal_ << ".";
+  return text.str();
 }
 
 }  // namespace pycomm

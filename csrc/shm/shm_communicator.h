@@ -41,7 +41,7 @@ class ShmCommunicator : public Communicator, private Watch {
   // is under way in this communicator ends. Raises PeerDiedError if one of them dies meanwhile.
   std::shared_ptr<Segment> succeed(const std::vector<int>& ranks,
                                    std::chrono::milliseconds timeout);
-  std::vector<int> living_ranks() const;  // whose processes have not ended
+  std::vector<int> living_ranks() const override;
   bool is_forked() const { return generation_ != registry::generation(); }
   double flag_latency_ns() override;
   std::shared_ptr<Pending> post(const Message& message, std::shared_ptr<void> keep_alive) override;
@@ -148,6 +148,8 @@ class ShmCommunicator : public Communicator, private Watch {
   std::shared_ptr<Segment> follow(const std::vector<int>& ranks,
                                   std::chrono::steady_clock::time_point deadline);
   void wait_for_offer(int leader, uint32_t seen, std::chrono::steady_clock::time_point deadline);
+
+  uint32_t operation_number() const override { return sequence_; }
 
   // The end of a wait.
   bool check_wait(int peer, bool sleeping) const override;

@@ -16,7 +16,7 @@ class Watch {
  public:
   // Sees every peer's header of this operation.
   virtual void meet() = 0;
-  virtual uint32_t sequence() const = 0;  // of the operation in progress
+  virtual uint32_t operation_number() const = 0;  // of the one in progress
   virtual bool check_wait(int peer, bool sleeping) const = 0;
   [[noreturn]] virtual void lost_peer(int peer) const = 0;
 
@@ -55,7 +55,7 @@ class ShmSlots {
       if (peer != rank_) wait(peer, Stage::kDrained, number - static_cast<uint32_t>(slots_) + 1);
   }
   void post(Stage stage, int64_t chunk) {
-    test_fault_point(rank_, watch_.sequence(), chunk);
+    test_fault_point(rank_, watch_.operation_number(), chunk);
     Flag& flag = flag_of(rank_, stage);
     set_and_wake(flag.value, base_ + static_cast<uint32_t>(chunk) + 1, flag.sleepers);
   }

@@ -1,5 +1,6 @@
 // The survivors of a group go on with a segment of their own. They find each other through the old
 // one, which lives as long as any of them: no Store is needed, whose host may be gone.
+#include <algorithm>
 #include <cstring>
 #include <string>
 
@@ -35,7 +36,7 @@ std::string text(uint64_t mask) {
 std::vector<int> ShmCommunicator::living_ranks() const {
   std::vector<int> ranks;
   for (int peer = 0; peer < world_size(); ++peer)
-    if (peer == rank() || !liveness_.is_dead(peer)) ranks.push_back(peer);
+    if (peer == rank() || !is_gone(peer)) ranks.push_back(peer);
   return ranks;
 }
 
@@ -66,12 +67,14 @@ std::shared_ptr<Segment> ShmCommunicator::lead(const std::vector<int>& ranks,
   std::strcpy(mine.offer, offer.address().c_str());
   mine.heirs = bits(ranks);
   set_and_wake(mine.offered.value, mine.offered.value + 1, mine.offered.sleepers);
-  return offer.accept(until(deadline), [&] {
+  offer.serve(until(deadline), [&](const std::vector<int>&) {
     for (const int peer : ranks)
-      PYCOMM_CHECK(!liveness_.is_dead(peer), kPeerDied, "rank ", rank(), ": shrink(",
+      PYCOMM_CHECK(peer == rank() || !is_gone(peer), kPeerDied, "rank ", rank(), ": shrink(",
                    text(bits(ranks)), ") lost rank ", peer, " (pid ", segment_->area(peer).pid,
-                   "), which died meanwhile. Call it again without that rank.");
+                   "), which died or left meanwhile. Call it again without that rank.");
+    return std::string();
   });
+  return offer.accept(until(deadline));
 }
 
 // An offer may be one that its rank has given up: then a newer one follows.
@@ -88,11 +91,8 @@ std::shared_ptr<Segment> ShmCommunicator::follow(const std::vector<int>& ranks,
                  ": the ranks disagree on who goes on: shrink(", text(bits(ranks)),
                  ") here, but shrink(", text(area.heirs), ") on rank ", leader,
                  ". Every survivor must give the same ranks.");
-    try {
-      return join_shm(area.offer, place, until(deadline));
-    } catch (const Error& error) {
-      if (Clock::now() >= deadline) throw;
-    }
+    auto segment = try_join_shm(area.offer, place, static_cast<int>(ranks.size()), until(deadline));
+    if (segment) return segment;
   }
 }
 
@@ -104,8 +104,8 @@ void ShmCommunicator::wait_for_offer(int leader, uint32_t seen, Clock::time_poin
   Flag& offered = segment_->area(leader).offered;
   while (load_acquire(offered.value) == seen) {
     check_interrupt();
-    PYCOMM_CHECK(!liveness_.is_dead(leader), kPeerDied, what(),
-                 ", which died. Call it again without that rank.");
+    PYCOMM_CHECK(!is_gone(leader), kPeerDied, what(),
+                 ", which died or left. Call it again without that rank.");
     PYCOMM_CHECK(Clock::now() < deadline, kTimeout, what(),
                  ", exceeded its timeout. Every survivor must call it.");
     const Sleeper sleeper(offered.sleepers);
