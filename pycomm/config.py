@@ -103,6 +103,21 @@ class Config:
                 ) from None
         return cls(**values)
 
+    @classmethod
+    def test_fault(cls, environment: Mapping[str, str] = os.environ) -> dict[str, Any] | None:
+        """``PYCOMM_TEST_FAULT`` as arguments of ``core.set_test_fault``, or None; ValueError if it is none."""
+        text = environment.get("PYCOMM_TEST_FAULT")
+        if not text:
+            return None
+        try:
+            pairs = dict(part.split("=") for part in text.split(","))
+            numbers = ("rank", "operation", "chunk", "value")
+            return {k: int(v) if k in numbers else v for k, v in pairs.items()}
+        except ValueError:
+            raise ValueError(
+                f"PYCOMM_TEST_FAULT must be like what=kill,rank=1,operation=5, not {text!r}"
+            ) from None
+
     def __post_init__(self) -> None:
         for name, allowed in {
             "streaming": ("auto", "never", "always"),
@@ -121,6 +136,16 @@ class Config:
 def config() -> Config:
     """This process's settings, read once."""
     return Config.from_environment()
+
+
+@cache
+def apply() -> None:
+    """Hands the settings that concern the whole process to the core, once."""
+    from pycomm.extension import core
+
+    core.set_call_sites(config().call_sites)
+    if fault := Config.test_fault():
+        core.set_test_fault(**fault)
 
 
 def table() -> str:

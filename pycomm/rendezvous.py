@@ -24,7 +24,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, Protocol
 
-from pycomm.config import Config, config
+from pycomm.config import Config, apply, config
 from pycomm.errors import AbortedError, Error, InvalidArgument, TimeoutError
 from pycomm.extension import core
 
@@ -81,6 +81,7 @@ def create_communicator(
     """
     if not 0 <= rank < world_size:
         raise InvalidArgument(f"rank {rank} is not in a world of {world_size}")
+    apply()
     board = _Board(store, rank, world_size)
     if rank == 0:
         return _lead(board, timeout, settings or config())

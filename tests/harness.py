@@ -110,6 +110,7 @@ def run(
     wall: float = 30,
     init: bool = True,
     may_die: Collection[int] = (),
+    stopped: Collection[int] = (),
     env: Mapping[str, str | None] | None = None,
     group_timeout: float = 8,
     backend: str = "pycomm",
@@ -117,7 +118,8 @@ def run(
     """Run `worker(rank, n, *args)` on n ranks and return the results in rank order.
 
     With `init`, each rank first joins a default group of the given backend, and leaves it after
-    the worker has returned. A rank in `may_die` that dies counts as the result `DIED`. Entries
+    the worker has returned. A rank in `may_die` that dies counts as the result `DIED`; one in
+    `stopped` is ended, and has died so, when all others are done. Entries
     of `env` are set in the ranks before anything else; None removes a variable. Any rank that
     raises, dies or is not done after `wall` seconds makes this raise `RankFailure`.
     """
@@ -130,7 +132,10 @@ def run(
             job = _Job(rank, n, work, init, backend, group_timeout, dict(env or {}), folder)
             ranks.append(_Rank(job, rank in may_die))
             stack.callback(ranks[-1].kill)
-        _collect(ranks, time.monotonic() + wall)
+        _collect([rank for rank in ranks if rank.job.rank not in stopped], time.monotonic() + wall)
+        for rank in stopped:
+            ranks[rank].process.kill()
+        _collect([ranks[rank] for rank in stopped], time.monotonic() + GRACE)
         _dump_stacks([rank for rank in ranks if not rank.finished])
         if any(rank.failed for rank in ranks):
             reports = "\n".join(rank.report(wall) for rank in ranks)

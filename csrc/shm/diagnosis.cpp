@@ -178,7 +178,7 @@ void ShmCommunicator::lost_peer(int peer) const {
                                                : "left the group because of " + farewell;
   throw Error(ErrorKind::kPeerDied,
               concat(where(), " lost rank ", peer, " (pid ", area.pid, "), which ", how, "; ",
-                     last_of(peer), "; ", arrivals(), ". See that rank's own output."));
+                     meeting_ ? arrivals() : last_of(peer), ". See that rank's own output."));
 }
 
 // ---- two groups entered in different order
