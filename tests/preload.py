@@ -19,6 +19,8 @@ for _name in (
     "torch.distributed",
     "torch._dynamo.utils",  # torch's DDP imports it on first use: a second of work
     "torch.nn.parallel",
+    "torch.distributed.checkpoint",
+    "torch.distributed.tensor",
 ):
     importlib.import_module(_name)
 
