@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 OFFER_KEY: Final = "pycomm/offer"
 LEFT_KEY: Final = "pycomm/left"
 #: Seconds in which a rank that failed before others came may come again.
-COME_AGAIN: Final = 10.0
+COME_AGAIN = 5.0
 #: Seconds between two looks at the Store, at first and at most, and how they grow.
 SHORTEST_PAUSE: Final = 0.0001
 LONGEST_PAUSE: Final = 0.02
