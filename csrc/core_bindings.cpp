@@ -177,15 +177,16 @@ void bind_test_fault(py::module_& m) {
       [](const std::string& what, int rank, uint32_t operation, int64_t chunk, int64_t value) {
         using Kind = TestFault::Kind;
         static const std::map<std::string, Kind> kKinds = {
-            {"kill", Kind::kKill},   {"segv", Kind::kSegv},   {"exit", Kind::kExit},
-            {"stop", Kind::kStop},   {"raise", Kind::kRaise}, {"delay", Kind::kDelay},
+            {"kill", Kind::kKill},      {"segv", Kind::kSegv},   {"exit", Kind::kExit},
+            {"stop", Kind::kStop},      {"raise", Kind::kRaise}, {"delay", Kind::kDelay},
             {"corrupt", Kind::kCorrupt}};
         const auto kind = kKinds.find(what);
         PYCOMM_CHECK(kind != kKinds.end(), kInvalidArgument, "unknown test fault '", what, "'");
         test_fault() = {kind->second, rank, operation, chunk, value};
       },
-      py::arg("what"), py::arg("rank"), py::arg("operation"), py::arg("chunk") = TestFault::kAtEntry,
-      py::arg("value") = 0, "For tests: see PYCOMM_TEST_FAULT.");
+      py::arg("what"), py::arg("rank"), py::arg("operation"),
+      py::arg("chunk") = TestFault::kAtEntry, py::arg("value") = 0,
+      "For tests: see PYCOMM_TEST_FAULT.");
 }
 
 void bind_shm(py::module_& m) {
@@ -243,7 +244,8 @@ void bind_shm(py::module_& m) {
                                  from.timeout());
       },
       arg("communicator"), arg("ranks"), arg("timeout"), Release(),
-      "Collective over `ranks`: a communicator of these alone, found through the old one, which ends.");
+      "Collective over `ranks`: a communicator of these alone, found through the old one, which "
+      "ends.");
   m.def(
       "living_communicators",
       [] {

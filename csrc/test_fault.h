@@ -1,4 +1,5 @@
-// A fault on demand, for tests of what the other ranks then say: PYCOMM_TEST_FAULT. Inert unless set.
+// A fault on demand, for tests of what the other ranks then say: PYCOMM_TEST_FAULT. Inert unless
+// set.
 #pragma once
 
 #include <signal.h>

@@ -30,14 +30,14 @@ def shrink(
 ) -> dist.ProcessGroup:
     """Collective over ``ranks``: the default process group becomes one of these alone; returns it.
 
-    ``ranks`` are ranks of the present default group, whose CPU backend must be pycomm, and the same on all of them; None
-    means those whose processes have not ended and that have not left, and agrees on them. The new ranks count from 0 in
-    the same order. What is under way on the old group, on any rank, ends with AbortedError, so a rank that is waiting
+    ``ranks`` are ranks of the present default group, whose CPU backend must be pycomm, and the same on all of them;
+    None means those whose processes have not ended and that have not left, and agrees on them. The new ranks count from
+    0 in the same order. What is under way on the old group, on any rank, ends with AbortedError, so a rank that is waiting
     there comes here, too. All other process groups are destroyed, as by ``destroy_process_group``; make them anew, and
     wrap models in DistributedDataParallel anew (or give it the new group by ``_update_process_group``).
 
-    The ranks find each other through the old group's memory: it does not matter whether the Store's host is alive. A new
-    Store is served by the new rank 0. ``timeout`` is for all of this; that of operations stays the group's.
+    The ranks find each other through the old group's memory: it does not matter whether the Store's host is alive. A
+    new Store is served by the new rank 0. ``timeout`` is for all of this; that of operations stays the group's.
 
     Raises InvalidArgument if this rank is not among ``ranks``; MismatchError if the survivors give different ranks;
     PeerDiedError if one of them dies meanwhile (call it again without that rank); TimeoutError if one does not come.

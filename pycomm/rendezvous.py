@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 OFFER_KEY: Final = "pycomm/offer"
 LEFT_KEY: Final = "pycomm/left"
+#: How the reason of a rank begins that got Ctrl-C.
+INTERRUPTED: Final = "it was interrupted"
 #: Seconds in which a rank that failed before others came may come again.
 COME_AGAIN = 5.0
 #: Seconds between two looks at the Store, at first and at most, and how they grow.
@@ -131,9 +133,7 @@ class _Board:
 
 def _reason(error: BaseException) -> str:
     """Why a rank ends its part, for the others."""
-    return (
-        str(error) if isinstance(error, Error) else f"it was interrupted ({type(error).__name__})"
-    )
+    return str(error) if isinstance(error, Error) else f"{INTERRUPTED} ({type(error).__name__})"
 
 
 # ---- rank 0
@@ -262,7 +262,10 @@ class _Visitor:
             )
         if news != self.first or time.monotonic() - self.came > COME_AGAIN:
             why = text.partition(" ")[2]
-            raise Error(f"rank {self.board.rank}: rank 0 could not make the shared segment: {why}")
+            failure = AbortedError if why.startswith(INTERRUPTED) else Error
+            raise failure(
+                f"rank {self.board.rank}: rank 0 could not make the shared segment: {why}"
+            )
         return None
 
     def _accept(self, news: str | None, address: str) -> Communicator | None:

@@ -10,6 +10,7 @@ be able to destroy the group with nothing left over, and go on in the same proce
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -40,6 +41,7 @@ SHORT: Final = 1.0
 LONG: Final = 20.0
 #: Seconds until everybody must know. A timeout's begin when it is over.
 LIMIT: Final = 2.0
+LONG_TIME: Final = timedelta(seconds=LONG)
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Cell:
     timeout: float = LONG
 
     def __str__(self) -> str:
-        return f"{self.fault}-{self.moment}-{self.operation}-{self.world}"
+        return f"{self.fault}-{self.moment}-{self.operation}-{self.culprit} of {self.world}"
 
 
 # ---- operations
@@ -94,9 +96,16 @@ def call(name: str, rank: int, n: int, count: int, **how: Any) -> None:
             raise AssertionError(name)
 
 
-COLLECTIVES: Final = (
-    "all_reduce broadcast all_gather reduce_scatter reduce gather scatter all_to_all".split()
-)
+COLLECTIVES: Final = [
+    "all_reduce",
+    "broadcast",
+    "all_gather",
+    "reduce_scatter",
+    "reduce",
+    "gather",
+    "scatter",
+    "all_to_all",
+]
 OPERATIONS: Final = [*COLLECTIVES, "barrier", "send_recv"]
 
 
@@ -198,13 +207,18 @@ class Found:
 def open_things(with_threads: bool) -> dict[str, int]:
     """What a process must not gather."""
     things = {
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        "files in /dev/shm": len(os.listdir("/dev/shm")),
+        "descriptors": entries("/proc/self/fd"),
+        "files in /dev/shm": entries("/dev/shm"),
         "children": len(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()),
     }
     if with_threads:
-        things["threads"] = len(os.listdir("/proc/self/task"))
+        things["threads"] = entries("/proc/self/task")
     return things
+
+
+def entries(folder: str) -> int:
+    """How many files a folder holds."""
+    return sum(1 for _ in Path(folder).iterdir())
 
 
 def meet(path: Path, rank: int, n: int, timeout: float) -> None:
@@ -271,8 +285,12 @@ def take_part(
     is_culprit = rank == cell.culprit
     act = actions(rank, n, cell)
     if cell.moment == "rendezvous":
-        if is_culprit:
-            be_late_or_die(cell, store, n)
+        if is_culprit and cell.fault == "interrupt":
+            interrupt_soon()
+        elif is_culprit and cell.fault == "kill":
+            end_process("kill")
+        elif is_absent(cell, rank):
+            store.wait([f"over {r}" for r in range(n) if not is_absent(cell, r)], LONG_TIME)
         began[0] = time.monotonic()
         meet(folder / "first", rank, n, cell.timeout)
         return
@@ -282,10 +300,10 @@ def take_part(
     if is_culprit:
         misbehave(cell, act, store, n)
     elif cell.fault == "interrupt" and rank == bystander(cell):
-        store.wait([f"over {cell.culprit}"], timedelta(seconds=LONG))
+        store.wait([f"over {cell.culprit}"], LONG_TIME)
         began[0] = time.monotonic()
     if cell.fault == "group":
-        return cross(is_culprit, n)
+        act = functools.partial(cross, is_culprit, n)
     act()
     call("barrier", rank, n, SMALL)  # what the culprit sent before it failed may have been enough
     call("barrier", rank, n, SMALL)
@@ -306,8 +324,15 @@ def actions(rank: int, n: int, cell: Cell) -> Callable[[], None]:
     if cell.moment == "backward":
         return lambda: backward(rank, n, count)
     if cell.moment == "wait":
-        return lambda: dist.all_reduce(torch.ones(count), async_op=True).wait()
+        return lambda: wait_for_all_reduce(count)
     return lambda: call(cell.operation, rank, n, count)
+
+
+def wait_for_all_reduce(count: int) -> None:
+    """An asynchronous operation, and the wait for it."""
+    work = dist.all_reduce(torch.ones(count), async_op=True)
+    assert work is not None
+    work.wait()
 
 
 def count_of(cell: Cell) -> int:
@@ -315,16 +340,10 @@ def count_of(cell: Cell) -> int:
     return LARGE if cell.moment in ("inside large", "backward") else SMALL
 
 
-def be_late_or_die(cell: Cell, store: dist.Store, n: int) -> None:
-    """The culprit before a rendezvous."""
-    if cell.fault == "late":
-        others = [f"over {r}" for r in range(n) if r != cell.culprit]
-        store.wait(others, timedelta(seconds=LONG))
-        raise RuntimeError("late on purpose")
-    if cell.fault == "interrupt":
-        interrupt_soon()
-        return
-    end_process(cell.fault)
+def is_absent(cell: Cell, rank: int) -> bool:
+    """Whether a rank comes to the rendezvous when the others have given up."""
+    absent = {"late": cell.culprit, "interrupt": bystander(cell)}
+    return rank == absent.get(cell.fault)
 
 
 def misbehave(cell: Cell, act: Callable[[], None], store: dist.Store, n: int) -> None:
@@ -347,7 +366,7 @@ def misbehave(cell: Cell, act: Callable[[], None], store: dist.Store, n: int) ->
             dist.destroy_process_group()
             raise RuntimeError("done early")
         case "late":
-            store.wait(others, timedelta(seconds=LONG))
+            store.wait(others, LONG_TIME)
             raise RuntimeError("late on purpose")
         case "interrupt":
             interrupt_soon()
@@ -358,7 +377,7 @@ def misbehave(cell: Cell, act: Callable[[], None], store: dist.Store, n: int) ->
 
 def cross(is_culprit: bool, n: int) -> None:
     """Two groups of the same ranks; the culprit uses them in another order."""
-    groups = [dist.new_group(range(n)), dist.new_group(range(n))]
+    groups: list[Any] = [dist.new_group(list(range(n))), dist.new_group(list(range(n)))]
     for group in reversed(groups) if is_culprit else groups:
         dist.all_reduce(torch.ones(SMALL), group=group)
 
@@ -422,7 +441,9 @@ def interrupts() -> Iterator[Cell]:
         for moment in ("inside small", "inside large"):
             yield Cell("interrupt", moment, operation, world, 0, "AbortedError", ("interrupted",))
     for world in (2, 3, 4):
-        yield Cell("interrupt", "rendezvous", "init", world, world - 1, "AbortedError")
+        yield Cell("interrupt", "wait", "all_reduce", world, 0, "MismatchError", ("destroyed",))
+    for world, culprit in ((3, 0), (3, 2), (4, 0), (4, 3)):
+        yield Cell("interrupt", "rendezvous", "init", world, culprit, "AbortedError", timeout=5)
     for world in (2, 3):
         yield Cell("abort", "idle", "all_reduce", world, 0, "AbortedError", ("aborted",))
 
@@ -441,6 +462,11 @@ def check(cell: Cell, folder: Path) -> float:
     """Runs a cell; returns the seconds until its last rank knew. Raises AssertionError for what is wrong."""
     ends = cell.fault in ("kill", "segv", "exit", "stop")
     (folder / "run").mkdir()
+    absent = [
+        rank
+        for rank in range(cell.world)
+        if cell.moment == "rendezvous" and cell.fault == "interrupt" and is_absent(cell, rank)
+    ]
     results = run(
         *(cell.world, work, cell, folder / "run"),
         init=False,
@@ -453,17 +479,24 @@ def check(cell: Cell, folder: Path) -> float:
     for rank, found in enumerate(results):
         if rank == cell.culprit:
             assert not ends or found is DIED, found
+        if rank == cell.culprit or rank in absent:
             continue
         assert found.error == cell.error, (rank, found)
         seconds = found.seconds - (cell.timeout if cell.timeout == SHORT else 0)
         assert seconds < LIMIT, (rank, found)
-        named = cell.error != "TimeoutError" or cell.moment != "rendezvous" or rank == 0
-        for word in (f"rank {cell.culprit}" if cell.fault != "late" else "", *cell.words):
-            assert not named or word in found.message, (rank, word, found)
+        for word in (*named(cell, rank), *cell.words):
+            assert word in found.message, (rank, word, found)
         assert found.left_over == [], (rank, found)
         assert found.met_again == survivors, (rank, found)
         slowest = max(slowest, seconds)
     return slowest
+
+
+def named(cell: Cell, rank: int) -> list[str]:
+    """How a rank's message names the culprit. Who does not come to a rendezvous only rank 0 can know."""
+    if cell.moment == "rendezvous" and cell.error == "TimeoutError":
+        return [f"these never came: {cell.culprit}"] if rank == 0 else []
+    return [] if cell.fault == "late" else [f"rank {cell.culprit}"]
 
 
 # ---- the table

@@ -486,6 +486,7 @@ void ShmCommunicator::meet() {
   for (int peer = 0; peer < world_size(); ++peer)
     if (peer != rank()) meet_peer(peer);
   meeting_ = false;
+  check_sound(rank());
   if (__builtin_expect(announcement_of(rank()).header.has_parts != 0, 0)) check_parts();
   // Reading the clock takes 10 ns: too long for what takes no time.
   met_ = waited_ || !is_short() ? ticks() : started_;
@@ -497,6 +498,22 @@ void ShmCommunicator::meet_peer(int peer) {
     wait_until(announcement_of(peer).header.sequence, sequence_,
                segment_->area(peer).entered.sleepers, patience_, WaitGuard{*this, peer});
   if (__builtin_expect(!agrees_with(peer), 0)) throw_mismatch("");
+  check_sound(peer);
+}
+
+void ShmCommunicator::check_sound(int peer) const {
+  PYCOMM_CHECK(is_sound(announcement_of(peer).header), kError, where(), ": the header of rank ",
+               peer, " is damaged: it places a tensor outside of that rank's shared memory");
+}
+
+// Whether the tensor that a header places in its rank's heap lies in there.
+bool ShmCommunicator::is_sound(const OperationHeader& header) const {
+  if (__builtin_expect(header.place == 0, 1)) return true;
+  const int64_t room = segment_->head().config.heap_bytes;
+  const int64_t parts = header.operation == Operation::kReduceScatter ? world_size() : 1;
+  const int64_t element = parts * bytes_of(header.dtype);
+  return header.place > 0 && header.count >= 0 && header.count <= room / element &&
+         header.place - 1 <= room - header.count * element;
 }
 
 // Of a peer that has entered the operation.
@@ -520,6 +537,13 @@ void ShmCommunicator::check_parts() {
         throw_mismatch(concat("Rank ", from, " has ", sent, " elements for rank ", to,
                               ", which expects ", expected, ". "));
     }
+  const Operation operation = request_->operation;
+  if (operation != Operation::kGather && operation != Operation::kAllGather) return;
+  for (int from = 0; from < world_size(); ++from) {
+    const Announcement& theirs = announcement_of(from);
+    PYCOMM_CHECK(theirs.header.count == theirs.parts[request_->root].sends, kError, where(),
+                 ": the header of rank ", from, " is damaged: its counts contradict each other");
+  }
 }
 
 // After the meeting, when all ranks' factors can be read.

@@ -37,8 +37,9 @@ class ShmCommunicator : public Communicator, private Watch {
   void end();
   // In a forked child.
   void forget() { liveness_.forget(); }
-  // The segment with which a part of the ranks goes on; collective over these, in rising order. What
-  // is under way in this communicator ends. Raises PeerDiedError if one of them dies meanwhile.
+  // The segment with which a part of the ranks goes on; collective over these, in rising order.
+  // What is under way in this communicator ends. Raises PeerDiedError if one of them dies
+  // meanwhile.
   std::shared_ptr<Segment> succeed(const std::vector<int>& ranks,
                                    std::chrono::milliseconds timeout);
   std::vector<int> living_ranks() const override;
@@ -99,12 +100,14 @@ class ShmCommunicator : public Communicator, private Watch {
   int64_t place_of(const Request& request) const;
   uint64_t address_of(const Request& request) const;
   // Of a tensor that its rank's header places in shared memory.
-  bool is_shared(int rank) { return announcement_of(rank).header.place != 0; }
+  bool is_shared(int rank) const { return announcement_of(rank).header.place != 0; }
   bool all_are_shared();
   bool all_are_in_place();
   char* shared_tensor(int rank) {
     return heap_->address(rank, announcement_of(rank).header.place - 1);
   }
+  bool is_sound(const OperationHeader& header) const;
+  void check_sound(int peer) const;
   void meet() override;
   void meet_peer(int peer);
   bool agrees_with(int peer) const;

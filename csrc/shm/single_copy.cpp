@@ -48,8 +48,9 @@ void ShmCommunicator::read_tensor(int peer, int64_t offset, char* to, int64_t by
     if (to != from) copy(to, from, bytes, stream_output(request_->operation, bytes));
     return;
   }
-  read_memory(peer, announcement_of(peer).header.address + static_cast<uint64_t>(offset), to,
-              bytes);
+  const uint64_t from =
+      peer == rank() ? address_of(*request_) : announcement_of(peer).header.address;
+  read_memory(peer, from + static_cast<uint64_t>(offset), to, bytes);
 }
 
 void ShmCommunicator::read_memory(int peer, uint64_t from, char* to, int64_t bytes) {

@@ -52,8 +52,8 @@ std::shared_ptr<Segment> ShmCommunicator::succeed(const std::vector<int>& ranks,
                  kInvalidArgument, "rank ", rank(),
                  ": shrink needs different ranks of the group of ", world_size(),
                  ", in rising order");
-  record_abort(ErrorKind::kAborted, concat("rank ", rank(), " shrinks the group to ranks ",
-                                           text(bits(ranks))));
+  record_abort(ErrorKind::kAborted,
+               concat("rank ", rank(), " shrinks the group to ranks ", text(bits(ranks))));
   const auto deadline = Clock::now() + timeout;
   return *me == ranks[0] ? lead(ranks, deadline) : follow(ranks, deadline);
 }
@@ -82,8 +82,7 @@ std::shared_ptr<Segment> ShmCommunicator::follow(const std::vector<int>& ranks,
                                                  Clock::time_point deadline) {
   const int leader = ranks[0];
   RankArea& area = segment_->area(leader);
-  const int place =
-      static_cast<int>(std::find(ranks.begin(), ranks.end(), rank()) - ranks.begin());
+  const int place = static_cast<int>(std::find(ranks.begin(), ranks.end(), rank()) - ranks.begin());
   for (uint32_t seen = 0;;) {
     wait_for_offer(leader, seen, deadline);
     seen = load_acquire(area.offered.value);

@@ -452,6 +452,34 @@ void moves() {
 }
 
 // Every instruction set that this machine has, on fewer cases.
+// ---- damaged headers ----------------------------------------------------------------------------
+
+// Whatever a rank's header says, the others read no memory but theirs and the segment's: an error,
+// or an operation that ends on all ranks. Fields that nobody can check (a factor, the address of
+// private memory) may change the result.
+void damaged_headers() {
+  const std::vector<Operation> operations = {
+      Operation::kAllReduce, Operation::kBroadcast,     Operation::kAllGather,
+      Operation::kGather,    Operation::kScatter,       Operation::kAllToAll,
+      Operation::kReduce,    Operation::kReduceScatter, Operation::kBarrier};
+  for (int seed = 0; seed < 400; ++seed) {
+    const Operation operation = operations[seed % operations.size()];
+    const int64_t count = seed % 3 == 0 ? 5 : 9000;
+    std::atomic<int> threw{0};
+    test_fault() = {TestFault::Kind::kCorrupt, seed % 2, 2, TestFault::kAtEntry, seed};
+    on_ranks(2, small_slots(Choice::kNever), kPatient, [&](ShmCommunicator& communicator) {
+      Submitter submitter(communicator);
+      try {
+        submitter.submit(request_of(operation, DType::kFloat32, count));
+      } catch (const Error&) {
+        ++threw;
+      }
+    });
+    check(threw == 0 || threw == 2, concat("damaged header ", seed, ": ", threw, " of 2 noticed"));
+  }
+  test_fault() = {};
+}
+
 void instruction_sets() {
   const std::string before = instruction_set();
   for (const char* name : {"generic", "avx2", "avx512"}) {
@@ -903,6 +931,7 @@ void invalid_arguments() {
 
 class Deadline : public Watch {
  public:
+  uint32_t operation_number() const override { return 0; }
   void meet() override {}
   bool check_wait(int peer, bool) const override {
     PYCOMM_CHECK(Clock::now() < end_, kTimeout, "slots: waited too long for rank ", peer);
@@ -1315,6 +1344,7 @@ const Test kTests[] = {
     {"barrier_orders_plain_memory", barrier_orders_plain_memory},
     {"several_communicators", several_communicators},
     {"automatic_streaming_and_latency", automatic_streaming_and_latency},
+    {"damaged_headers", damaged_headers},
     {"instruction_sets", instruction_sets},
     {"grid", grid},
     {"moves", moves},
