@@ -197,15 +197,18 @@ void ShmOffer::check_member(const Greeting& greeting) const {
 }
 
 void ShmOffer::hear_member(Caller& caller) {
-  Message message(Word{});
-  const Packet packet = listen_to(caller.socket.get(), &message);
-  if (packet.arrival == Arrival::kEnd) {  // killed: it may be started again
-    left_.insert(caller.rank);
-    caller.forget();
-  } else if (packet.arrival == Arrival::kPacket && message.word == Word::kGaveUp) {
-    throw Error(message.kind,
-                concat("rank 0: rank ", caller.rank, " gave up the rendezvous: ", message.text));
-  } else if (packet.arrival == Arrival::kPacket && message.word == Word::kReady) {
+  for (;;) {
+    Message message(Word{});
+    const Packet packet = listen_to(caller.socket.get(), &message);
+    if (packet.arrival == Arrival::kNothing) return;
+    if (packet.arrival == Arrival::kPacket && message.word == Word::kGaveUp)
+      throw Error(message.kind,
+                  concat("rank 0: rank ", caller.rank, " gave up the rendezvous: ", message.text));
+    const bool is_ready = packet.arrival == Arrival::kPacket && message.word == Word::kReady;
+    if (!is_ready || caller.is_ready) {  // killed, usually: it may be started again
+      left_.insert(caller.rank);
+      return caller.forget();
+    }
     caller.is_ready = true;
   }
 }
