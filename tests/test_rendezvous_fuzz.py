@@ -121,12 +121,12 @@ def nobody() -> Address:
 def test_any_offer(nobody: Address) -> None:
     """A rank that reads nonsense from the Store gets an Error, at once or when its time is over."""
     field = st.text(max_size=120)
-    fields = st.builds(lambda *f: "offer " + " ".join(f), *[field] * 5)
+    fields = st.builds(lambda *f: "offer 1 " + " ".join(f), *[field] * 5)
     kind = st.sampled_from(["offer", "error", "over", "", "offer offer"])
-    long = st.integers(0, 3_000_000).map(lambda n: "offer " + "x" * n + f" {nobody}")
+    long = st.integers(0, 3_000_000).map(lambda n: "offer 1 " + "x" * n + f" {nobody}")
     changed = st.builds(
         lambda text, at, byte: text[:at] + byte + text[at + 1 :],
-        st.just(f"offer {nobody}".encode()),
+        st.just(f"offer 1 {nobody}".encode()),
         st.integers(0, 100),
         st.binary(max_size=2),
     )
