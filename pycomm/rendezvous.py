@@ -2,15 +2,16 @@
 
 Two keys, under the group's own prefix:
 
-* ``pycomm/offer`` is rank 0's: ``offer ADDRESS``; ``error ID TEXT`` if it failed; ``over`` if it has waited in vain. It
-  is deleted when all ranks have joined.
-* ``pycomm/left`` is that of another rank that gave up before it was in touch with rank 0: ``RANK ID TEXT``.
+* ``pycomm/offer`` is rank 0's: ``offer ATTEMPT ADDRESS``; ``error ATTEMPT CLASS TEXT`` if it failed; ``over`` if it has
+  waited in vain. It is deleted when all ranks have joined.
+* ``pycomm/left`` is that of another rank that gave up: ``RANK ATTEMPT ID TEXT``, its attempt being ``-`` if there was
+  none to join.
 
 From the first contact on everybody hears of failures over rank 0's socket (``csrc/shm/rendezvous.h``).
 
 A Store may hold what an earlier rendezvous left. An offer is stale if its socket is gone; then a rank waits for another
-one. An error, or a rank's farewell, that was there before a rank came is believed if no better news come within
-``COME_AGAIN`` seconds.
+one. News of an attempt that has already ended for a rank are none. An error, or a rank's farewell, that was there
+before a rank came is believed if no better news come within ``COME_AGAIN`` seconds.
 
 Nothing here blocks in torch's C++ code, where Ctrl-C is not heard: the Store is asked again and again.
 """
@@ -21,11 +22,12 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, Protocol
 
 from pycomm.config import Config, apply, config
-from pycomm.errors import AbortedError, Error, InvalidArgument, TimeoutError
+from pycomm.errors import AbortedError, Error, InvalidArgument, MismatchError, TimeoutError
 from pycomm.extension import core
 
 if TYPE_CHECKING:
@@ -33,8 +35,7 @@ if TYPE_CHECKING:
 
 OFFER_KEY: Final = "pycomm/offer"
 LEFT_KEY: Final = "pycomm/left"
-#: How the reason of a rank begins that got Ctrl-C.
-INTERRUPTED: Final = "it was interrupted"
+NO_ATTEMPT: Final = "-"
 #: Seconds in which a rank that failed before others came may come again.
 COME_AGAIN = 5.0
 #: Seconds between two looks at the Store, at first and at most, and how they grow.
@@ -131,9 +132,33 @@ class _Board:
         )
 
 
+def _new_id() -> str:
+    return secrets.token_hex(8)
+
+
 def _reason(error: BaseException) -> str:
     """Why a rank ends its part, for the others."""
-    return str(error) if isinstance(error, Error) else f"{INTERRUPTED} ({type(error).__name__})"
+    if isinstance(error, Error):
+        return str(error)
+    return f"it was interrupted ({type(error).__name__})"
+
+
+@dataclass(frozen=True)
+class _Farewell:
+    """What a rank that has given up leaves in the Store."""
+
+    rank: int
+    attempt: str
+    token: str
+    text: str
+
+    @classmethod
+    def parse(cls, left: str | None) -> _Farewell | None:
+        rank, attempt, token, text = [*(left or "").split(" ", 3), "", "", "", ""][:4]
+        return cls(int(rank), attempt, token, text) if rank.isdecimal() else None
+
+    def __str__(self) -> str:
+        return f"{self.rank} {self.attempt} {self.token} {self.text}"
 
 
 # ---- rank 0
@@ -141,18 +166,20 @@ def _reason(error: BaseException) -> str:
 
 def _lead(board: _Board, timeout: timedelta, settings: Config) -> Communicator:
     """Rank 0's part; a failure is published too, so that nobody waits for an offer that cannot come."""
-    look = _Look(board)
+    attempt = _new_id()
+    look = _Look(board, attempt)
     try:
         offer = _make_offer(board.world_size, settings)
         if board.world_size > 1:
-            board.write(OFFER_KEY, f"offer {offer.address}")
+            board.write(OFFER_KEY, f"offer {attempt} {offer.address}")
             offer.serve(timeout, look)
             board.remove(OFFER_KEY)
     except TimeoutError:
         board.leave(OFFER_KEY, "over")
         raise
     except BaseException as error:
-        board.leave(OFFER_KEY, f"error {secrets.token_hex(4)} {_reason(error)}")
+        kind = type(error).__name__ if isinstance(error, Error) else AbortedError.__name__
+        board.leave(OFFER_KEY, f"error {attempt} {kind} {_reason(error)}")
         raise
     return offer.accept(timeout)
 
@@ -175,53 +202,57 @@ def _make_offer(world_size: int, settings: Config) -> ShmOffer:
 
 
 class _Look:
-    """Rank 0's look at the Store while it waits: has a rank left before it was here?"""
+    """Rank 0's look at the Store while it waits: has a rank given up that is not in touch with it?"""
 
-    def __init__(self, board: _Board) -> None:
+    def __init__(self, board: _Board, attempt: str) -> None:
         self.board = board
-        self.before = board.read(LEFT_KEY) if board.world_size > 1 else None
+        self.attempt = attempt
+        self.before = self._read() if board.world_size > 1 else None
         self.came = time.monotonic()
 
     def __call__(self, present: list[int]) -> str:
         """Why to give up, or nothing."""
         try:
-            left = self.board.read(LEFT_KEY)
+            left = self._read()
+            if left is None or not self._concerns_us(left, present):
+                return ""
+            self.board.remove(LEFT_KEY)
         except Error as error:
             return str(error)
-        rank, _, text = _farewell(left)
-        if left is None or (left == self.before and not self._believes(rank, present)):
-            return ""
-        self.board.remove(LEFT_KEY)
-        return f"rank 0: rank {rank} gave up the rendezvous: {text}"
+        return f"rank 0: rank {left.rank} gave up the rendezvous: {left.text}"
 
-    def _believes(self, rank: str, present: list[int]) -> bool:
-        here = rank in map(str, present)
-        return not here and time.monotonic() - self.came > COME_AGAIN
+    def _read(self) -> _Farewell | None:
+        return _Farewell.parse(self.board.read(LEFT_KEY))
 
-
-def _farewell(left: str | None) -> tuple[str, str, str]:
-    """(rank, id, text) of what a rank left behind."""
-    rank, _, rest = (left or "").partition(" ")
-    token, _, text = rest.partition(" ")
-    return rank, token, text
+    def _concerns_us(self, left: _Farewell, present: list[int]) -> bool:
+        if left.attempt not in (NO_ATTEMPT, self.attempt):
+            return False
+        has_come_again = left.rank in present
+        return left != self.before or (
+            not has_come_again and time.monotonic() - self.came > COME_AGAIN
+        )
 
 
 # ---- the other ranks
 
+#: (rank, attempt): what is over for ranks of this process.
+_ended: set[tuple[int, str]] = set()
+
 
 def _follow(board: _Board, timeout: timedelta) -> Communicator:
     """Another rank's part. What ends it, and rank 0 cannot know, is published."""
+    visitor = _Visitor(board, timeout)
     try:
-        return _Visitor(board, timeout).join()
+        return visitor.join()
+    except TimeoutError:  # it may come again to the same attempt
+        raise
     except Error:
+        visitor.end()
         raise
     except BaseException as error:
-        _say_farewell(board, error)
+        visitor.end()
+        visitor.say_farewell(error)
         raise
-
-
-def _say_farewell(board: _Board, error: BaseException) -> None:
-    board.leave(LEFT_KEY, f"{board.rank} {secrets.token_hex(4)} {_reason(error)}")
 
 
 class _Visitor:
@@ -229,12 +260,14 @@ class _Visitor:
 
     def __init__(self, board: _Board, timeout: timedelta) -> None:
         self.board = board
+        self.rank = board.rank
         self.timeout = timeout
         self.came = time.monotonic()
         self.deadline = self.came + timeout.total_seconds()
+        self.attempt = NO_ATTEMPT  # of rank 0's, which this rank joins
         self.stale: str | None = None  # an offer that is over
         self.first: str | None = None  # what was there at first
-        self.left_before: str | None = None
+        self.left_before: _Farewell | None = None
 
     def join(self) -> Communicator:
         for look in _looks(self.deadline):
@@ -248,60 +281,67 @@ class _Visitor:
                 self._see_who_left(is_first=look < LOOKS_PER_LEFT)
         raise TimeoutError(self._in_vain())
 
+    def end(self) -> None:
+        """Further news of this attempt are none."""
+        if self.attempt != NO_ATTEMPT:
+            _ended.add((self.rank, self.attempt))
+
+    def say_farewell(self, error: BaseException) -> None:
+        left = _Farewell(self.rank, self.attempt, _new_id(), _reason(error))
+        self.board.leave(LEFT_KEY, str(left))
+
     def _follow(self, news: str | None) -> Communicator | None:
         """What comes of what rank 0 has written: None if nothing yet."""
-        kind, _, text = (news or "over").partition(" ")
+        kind, attempt, text = [*(news or "over").split(" ", 2), "", ""][:3]
         if kind == "over" or news == self.stale:
             return None
-        if kind == "offer":
-            return self._accept(news, text)
-        if kind != "error":
+        if kind not in ("offer", "error"):
             raise Error(
-                f"rank {self.board.rank}: key {OFFER_KEY} of the Store holds what rank 0 has not written "
+                f"rank {self.rank}: key {OFFER_KEY} of the Store holds what rank 0 has not written "
                 f"({len(news or '')} characters); put a PrefixStore before a Store that others use, too"
             )
-        if news != self.first or time.monotonic() - self.came > COME_AGAIN:
-            why = text.partition(" ")[2]
-            failure = AbortedError if why.startswith(INTERRUPTED) else Error
-            raise failure(
-                f"rank {self.board.rank}: rank 0 could not make the shared segment: {why}"
-            )
+        if kind == "offer":
+            self.attempt = attempt
+            return self._accept(news, text)
+        is_new = news != self.first or time.monotonic() - self.came > COME_AGAIN
+        if is_new and (self.rank, attempt) not in _ended:
+            self.attempt = attempt
+            name, _, why = text.partition(" ")
+            raised = {c.__name__: c for c in (AbortedError, MismatchError)}.get(name, Error)
+            raise raised(f"rank {self.rank}: rank 0 could not make the shared segment: {why}")
         return None
 
     def _accept(self, news: str | None, address: str) -> Communicator | None:
         left = timedelta(seconds=max(self.deadline - time.monotonic(), 0))
-        rank, world_size = self.board.rank, self.board.world_size
         communicator: Communicator | None = core.try_join_shm(
-            address, rank, world_size, left, self.timeout
+            address, self.rank, self.board.world_size, left, self.timeout
         )
         if communicator is None:
-            self.stale = news
+            self.stale, self.attempt = news, NO_ATTEMPT
             try:
-                core.check_reachable(address, rank)
+                core.check_reachable(address, self.rank)
             except Error as error:
-                _say_farewell(self.board, error)
+                self.say_farewell(error)
                 raise
         return communicator
 
     def _see_who_left(self, *, is_first: bool) -> None:
-        left = self.board.read(LEFT_KEY)
+        left = _Farewell.parse(self.board.read(LEFT_KEY))
         if is_first:
             self.left_before = left
-        elif left is not None and left != self.left_before:
-            rank, _, text = _farewell(left)
+        elif left and left != self.left_before and left.attempt == NO_ATTEMPT:
             raise AbortedError(
-                f"rank {self.board.rank}: rank {rank} gave up the rendezvous: {text}"
+                f"rank {self.rank}: rank {left.rank} gave up the rendezvous: {left.text}"
             )
 
     def _in_vain(self) -> str:
-        board = self.board
         stale = (
             "; it had offered a shared segment, but nobody of this user and job listens there any more"
             if self.stale
             else ""
         )
         return (
-            f"rank {board.rank}: rank 0 of {board.world_size} did not come to the rendezvous within "
+            f"rank {self.rank}: rank 0 of {self.board.world_size} did not come to the rendezvous within "
             f"{self.timeout}{stale}. Is it running, and does it use the same Store?"
         )
 

@@ -34,7 +34,7 @@ _MAKER: Final = "_create_c10d_store"
 _MARK_KEY: Final = "pycomm/mark"
 _PAUSE: Final = 0.005  # seconds between two tries to connect, and between two looks for a mark
 _TRY: Final = 1.0  # seconds that a try may take
-_CONNECT: Final = timedelta(seconds=5)  # how long torch may be left alone with a connection
+_CONNECT: Final = timedelta(seconds=2)  # how long torch may be left alone with a connection
 _UNMARKED: Final = 0.2  # seconds after which a store counts as one that no pycomm has made
 
 #: The mark of the last group's store, by address.

@@ -51,7 +51,7 @@ class Address:
 
 def parse(offer: bytes) -> Address:
     """What the Store holds."""
-    kind, *fields = offer.decode().split(" ")
+    kind, _, *fields = offer.decode().split(" ")
     assert kind == "offer"
     return Address(*fields)
 

@@ -302,7 +302,7 @@ def test_a_rank_tells_its_secret_to_its_own_user_only() -> None:
             os._exit(len(caller.recv(4096)))
         listener.close()
         here.recv(10)
-        store.set(OFFER_KEY, f"offer pycomm-taken-over {'a' * 32} 1 - host")
+        store.set(OFFER_KEY, f"offer 1 pycomm-taken-over {'a' * 32} 1 - host")
         found = attempt(lambda: pycomm.create_communicator(store, 1, 2, td(1)))
         return bytes([os.waitstatus_to_exitcode(os.waitpid(impostor, 0)[1])]), found
 
@@ -353,7 +353,7 @@ def test_another_boot(store: dist.Store) -> None:
     with pytest.raises(pycomm.TimeoutError):
         leader.end()
     moved = Address(address.name, address.secret, address.nonce, "another-boot:1", "otherhost")
-    store.set(OFFER_KEY, f"offer {moved}")
+    store.set(OFFER_KEY, f"offer 1 {moved}")
     follower = rank_in_thread(store, 1, 2)
     with pytest.raises(pycomm.Error, match="rank 0 on host otherhost"):
         follower.end()

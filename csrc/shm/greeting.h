@@ -63,28 +63,28 @@ enum class Word : uint8_t {
   kUnknown,      // the secret is not that of this offer
   kGaveUp,       // from a rank that cannot go on: kind and text
 };
-struct Message {
+struct Notice {
   Word word;
   ErrorKind kind = ErrorKind::kError;
   char text[2046] = "";
 
-  explicit Message(Word w) : word(w) {}
-  Message(Word w, ErrorKind k, const std::string& why) : word(w), kind(k) {
+  explicit Notice(Word w) : word(w) {}
+  Notice(Word w, ErrorKind k, const std::string& why) : word(w), kind(k) {
     std::memcpy(text, why.data(), std::min(why.size(), sizeof text - 1));
   }
 };
 
-inline bool say(int socket, const Message& message, int descriptor = -1) {
-  const size_t bytes = offsetof(Message, text) + std::strlen(message.text);
-  return send_packet(socket, &message, bytes, descriptor);
+inline bool say(int socket, const Notice& notice, int descriptor = -1) {
+  const size_t bytes = offsetof(Notice, text) + std::strlen(notice.text);
+  return send_packet(socket, &notice, bytes, descriptor);
 }
 
-// Into *message goes what was said, whatever was sent.
-inline Packet listen_to(int socket, Message* message) {
-  *message = Message(Word{});
-  Packet packet = receive_packet(socket, message, sizeof *message);
-  message->text[sizeof message->text - 1] = '\0';
-  if (message->kind > ErrorKind::kAborted) message->kind = ErrorKind::kError;
+// Into *notice goes what was said, whatever was sent.
+inline Packet listen_to(int socket, Notice* notice) {
+  *notice = Notice(Word{});
+  Packet packet = receive_packet(socket, notice, sizeof *notice);
+  notice->text[sizeof notice->text - 1] = '\0';
+  if (notice->kind > ErrorKind::kAborted) notice->kind = ErrorKind::kError;
   return packet;
 }
 

@@ -152,7 +152,7 @@ void ShmOffer::hear_greeting(Caller& caller) {
   if (packet.arrival == Arrival::kNothing) {
     if (Clock::now() - caller.since > kGreetingTime) caller.forget();
   } else if (packet.bytes < sizeof greeting || !same_secret(greeting.secret, secret_.data())) {
-    say(caller.socket.get(), Message(Word::kUnknown));
+    say(caller.socket.get(), Notice(Word::kUnknown));
     caller.forget();
   } else {
     welcome(caller, greeting);
@@ -179,8 +179,7 @@ void ShmOffer::welcome(Caller& caller, const Greeting& greeting) {
                          " already; is it started twice, or is its RANK wrong?"));
   caller.is_member = true;
   caller.rank = greeting.rank;
-  if (!say(caller.socket.get(), Message(Word::kSegment), segment_descriptor_.get()))
-    caller.forget();
+  if (!say(caller.socket.get(), Notice(Word::kSegment), segment_descriptor_.get())) caller.forget();
 }
 
 // What sets apart ranks of one job that can never work together: an error for all of them.
@@ -197,15 +196,18 @@ void ShmOffer::check_member(const Greeting& greeting) const {
 }
 
 void ShmOffer::hear_member(Caller& caller) {
-  Message message(Word{});
-  const Packet packet = listen_to(caller.socket.get(), &message);
-  if (packet.arrival == Arrival::kEnd) {  // killed: it may be started again
-    left_.insert(caller.rank);
-    caller.forget();
-  } else if (packet.arrival == Arrival::kPacket && message.word == Word::kGaveUp) {
-    throw Error(message.kind,
-                concat("rank 0: rank ", caller.rank, " gave up the rendezvous: ", message.text));
-  } else if (packet.arrival == Arrival::kPacket && message.word == Word::kReady) {
+  for (;;) {
+    Notice notice(Word{});
+    const Packet packet = listen_to(caller.socket.get(), &notice);
+    if (packet.arrival == Arrival::kNothing) return;
+    if (packet.arrival == Arrival::kPacket && notice.word == Word::kGaveUp)
+      throw Error(notice.kind,
+                  concat("rank 0: rank ", caller.rank, " gave up the rendezvous: ", notice.text));
+    const bool is_ready = packet.arrival == Arrival::kPacket && notice.word == Word::kReady;
+    if (!is_ready || caller.is_ready) {  // killed, usually: it may be started again
+      left_.insert(caller.rank);
+      return caller.forget();
+    }
     caller.is_ready = true;
   }
 }
@@ -228,7 +230,7 @@ bool ShmOffer::all_are_ready() const {
 }
 
 void ShmOffer::refuse(Caller& caller, ErrorKind kind, const std::string& why) {
-  say(caller.socket.get(), Message(Word::kRefused, kind, why));
+  say(caller.socket.get(), Notice(Word::kRefused, kind, why));
   caller.forget();
   last_refusal_ = why;
 }
@@ -236,7 +238,7 @@ void ShmOffer::refuse(Caller& caller, ErrorKind kind, const std::string& why) {
 void ShmOffer::let_go() {
   std::ostringstream dead;
   for (const Caller& caller : callers_)
-    if (caller.is_member && !say(caller.socket.get(), Message(Word::kGo)))
+    if (caller.is_member && !say(caller.socket.get(), Notice(Word::kGo)))
       dead << " " << caller.rank;
   PYCOMM_CHECK(dead.str().empty(), kPeerDied,
                "rank 0: these ranks died at the end of the rendezvous:", dead.str());
@@ -245,7 +247,7 @@ void ShmOffer::let_go() {
 
 void ShmOffer::end(ErrorKind kind, const std::string& why) {
   for (const Caller& caller : callers_)
-    if (caller.is_member) say(caller.socket.get(), Message(Word::kRefused, kind, why));
+    if (caller.is_member) say(caller.socket.get(), Notice(Word::kRefused, kind, why));
   close_doors();
 }
 

@@ -24,21 +24,21 @@ std::shared_ptr<Segment> attend(int connection, const Address& address, int rank
   for (;;) {
     PYCOMM_CHECK(wait_readable(connection, deadline), kTimeout, "rank ", rank,
                  ": the rendezvous exceeded its timeout; rank 0 is there, but not all ranks are");
-    Message message(Word{});
-    const Packet packet = listen_to(connection, &message);
+    Notice notice(Word{});
+    const Packet packet = listen_to(connection, &notice);
     if (packet.arrival == Arrival::kNothing) continue;
     if (packet.arrival == Arrival::kEnd) return nullptr;
-    if (message.word == Word::kUnknown) {
+    if (notice.word == Word::kUnknown) {
       *is_over = true;
       return nullptr;
     }
-    if (message.word == Word::kRefused)
-      throw Error(message.kind, concat("rank ", rank, " was refused: ", message.text));
-    if (message.word == Word::kGo && segment) return segment;
-    PYCOMM_CHECK(message.word == Word::kSegment && packet.descriptor, kError, "rank ", rank,
+    if (notice.word == Word::kRefused)
+      throw Error(notice.kind, concat("rank ", rank, " was refused: ", notice.text));
+    if (notice.word == Word::kGo && segment) return segment;
+    PYCOMM_CHECK(notice.word == Word::kSegment && packet.descriptor, kError, "rank ", rank,
                  ": no shared segment arrived from rank 0; has this process too many files open?");
     segment = Segment::open(packet.descriptor.get(), address.nonce);
-    say(connection, Message(Word::kReady));
+    say(connection, Notice(Word::kReady));
   }
 }
 
@@ -55,10 +55,10 @@ std::shared_ptr<Segment> visit(int connection, const Address& address, const Gre
     return attend(connection, address, greeting.rank, deadline, is_over);
   } catch (const Error& error) {
     if (error.kind() != ErrorKind::kTimeout)  // after which it may come again
-      say(connection, Message(Word::kGaveUp, error.kind(), error.what()));
+      say(connection, Notice(Word::kGaveUp, error.kind(), error.what()));
     throw;
   } catch (...) {
-    say(connection, Message(Word::kGaveUp, ErrorKind::kAborted, "it was interrupted"));
+    say(connection, Notice(Word::kGaveUp, ErrorKind::kAborted, "it was interrupted"));
     throw;
   }
 }
