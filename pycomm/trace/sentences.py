@@ -1,0 +1,351 @@
+"""The sentences of a diagnosis: what a culprit did, who waited for it, what it did last, what to do."""
+
+from __future__ import annotations
+
+from pycomm.trace.failure import Kind
+from pycomm.trace.format import ANY_SOURCE, COMPLETED, FAILED, Record
+from pycomm.trace.job import Group
+from pycomm.trace.mismatch import Mismatch
+from pycomm.trace.waits import Cause, End, Moment, Wait
+from pycomm.trace.words import Names, call, call_at, capital, listed, ranks_text, span, when
+
+_MOST_TOLD = 3
+
+#: What to do about a difference between the ranks' calls.
+_ADVICE_ON = {
+    "operation": "Compare the branches that lead there: every rank must make the same calls in the same order.",
+    "count": "Make the tensors equally long on every rank: look at the last batch, at padding and at parameters.",
+    "dtype": "Use one dtype on every rank: look for a cast or an autocast that only some ranks run.",
+    "op": "Pass the same op on every rank.",
+    "root": "Pass the same source or destination rank on every rank.",
+}
+
+
+class Teller:
+    """Sentences about one moment of a job."""
+
+    def __init__(self, moment: Moment) -> None:
+        self._moment = moment
+        self._job = moment.job
+        self._failed = moment.failed
+        self._told: list[Record] = []
+        self.names = Names(moment.job)
+
+    # ---- the time
+
+    def time(self) -> str:
+        """When the group failed or the dump was written."""
+        return when(self._moment.ns)
+
+    def _until(self, wait: Wait) -> str:
+        failure = self._failed.failure if self._failed else None
+        if failure is None:
+            limit = wait.record.timeout_ms * 10**6
+            left = (
+                f"; its timeout of {span(limit)} has not passed" if limit > wait.waited_ns else ""
+            )
+            return f"and still did when the dump was written at {self.time()}{left}"
+        what = "the timeout" if failure.kind is Kind.TIMEOUT else "the group failed"
+        return f"until {what} at {self.time()}"
+
+    # ---- a rank that others wait for
+
+    def cause(self, end: End) -> list[str]:
+        """Who did what, where, and who waited for it."""
+        if end.cause is Cause.CIRCLE:
+            return [self._circle(end), _advice_on_circle(end)]
+        first = max(end.waits, key=lambda wait: (wait.group is self._failed, wait.waited_ns))
+        self._told.append(first.record)
+        if first.record.is_message:
+            told = [self._message(end, first), self._other_messages(first)]
+        else:
+            told = [self._collective(end, first), self._late(end, first)]
+        told += [self.last(rank) for rank in end.ranks[:_MOST_TOLD]]
+        return [*told, self._chain(end), self._advice(end, first)]
+
+    def _collective(self, end: End, first: Wait) -> str:
+        operation = self.names.operation(first.group, first.record)
+        who, many = self._who(end.ranks), len(end.ranks) > 1
+        it = "them" if many else "it"
+        same = [
+            w
+            for w in end.waits
+            if w.group is first.group and w.record.sequence == first.record.sequence
+        ]
+        waiters = ranks_text([wait.rank for wait in same])
+        waited = f"waited for {it} for {span(max(w.waited_ns for w in same))}, {self._until(first)}"
+        inside = next(
+            (
+                wait
+                for wait in self._moment.waits[end.ranks[0]]
+                if wait.group is first.group and wait.record.sequence == first.record.sequence
+            ),
+            None,
+        )
+        if inside:
+            return (
+                f"{who} {self._did(end, first)} inside {operation}, {span(inside.waited_ns)} after it had entered it; "
+                f"{waiters} {_was(same)} in it too, and {waited}."
+            )
+        if end.cause is Cause.LEFT:
+            more = first.record.sequence - first.group.state(end.ranks[0]).sequence
+            calls = "one call" if more == 1 else f"{more} calls" if more > 1 else "calls"
+            return (
+                f"{who} left the group in good order, but {waiters} went on with {operation}, and {waited}: "
+                f"{waiters} {'make' if len(same) > 1 else 'makes'} {calls} more than {ranks_text(end.ranks)}."
+            )
+        if end.cause is Cause.ABSENT:
+            return f"{who} did not come to {operation}, in which {waiters} {waited}."
+        if end.cause is Cause.STOPPED:
+            return f"{who} {self._did(end, first)} and did not come to {operation}, in which {waiters} {waited}."
+        they = "they" if many else "it"
+        return f"{who} {self._did(end, first)} before {they} came to {operation}, in which {waiters} {waited}."
+
+    def _message(self, end: End, first: Wait) -> str:
+        message = self.names.operation(first.group, first.record)
+        receives = first.record.operation == "recv"
+        waited = f"rank {first.rank} waited for {span(first.waited_ns)}, {self._until(first)}"
+        if first.record.peer == ANY_SOURCE and end.cause is Cause.ABSENT:
+            return f"No rank sent what rank {first.rank} wanted to receive: in {message}, {waited}."
+        who = self._who(end.ranks)
+        if end.cause is Cause.ABSENT:
+            did = "did not send what" if receives else "did not receive what"
+            wanted = "wanted to receive" if receives else "sent"
+            return f"{who} {did} rank {first.rank} {wanted}: in {message}, {waited}."
+        for_it = "to receive from it" if receives else "to send to it"
+        return f"{who} {self._did(end, first)} while rank {first.rank} wanted {for_it}: in {message}, {waited}."
+
+    def _who(self, ranks: tuple[int, ...]) -> str:
+        if len(ranks) > _MOST_TOLD:
+            return capital(ranks_text(ranks))
+        return capital(listed([self.names.process(rank) for rank in ranks]))
+
+    def _did(self, end: End, wait: Wait) -> str:
+        if end.cause is Cause.STOPPED:
+            return f"{'stand' if len(end.ranks) > 1 else 'stands'} still, stopped by a signal or a debugger,"
+        if end.cause is Cause.EXITED:
+            why = self._farewell(wait.group, end.ranks[0])
+            return (
+                f"left because of {why}," if why else "ended without destroying the process group"
+            )
+        return "left the group" if end.cause is Cause.LEFT else "died"
+
+    def _farewell(self, group: Group, rank: int) -> str:
+        told = [state.farewell for _, state in group.states[rank] if state.farewell]
+        if group.failure and group.culprit == rank and group.failure.why:
+            told.insert(0, group.failure.why)
+        return told[0] if told else ""
+
+    def _late(self, end: End, first: Wait) -> str:
+        """Whether the culprit came after all."""
+        rank = end.ranks[0]
+        record = first.group.collective(rank, first.record.sequence)
+        if end.cause is Cause.ABSENT and record and (record.started_ns or 0) > self._moment.ns:
+            return f"Rank {rank} came {span((record.started_ns or 0) - self._moment.ns)} after that, too late."
+        own = self._job.dumps.get(rank)
+        if (
+            end.cause is Cause.ABSENT
+            and self._failed
+            and own
+            and own.time_ns > self._moment.ns + 10**9
+        ):
+            late = span(own.time_ns - self._moment.ns)
+            return f"Rank {rank} wrote its own dump {late} after that ({own.reason}), so it was alive, but late."
+        return ""
+
+    def _other_messages(self, first: Wait) -> str:
+        """Messages between the two that nobody has taken: often the wanted one has another tag."""
+        record, group = first.record, first.group
+        if record.peer in (None, ANY_SOURCE) or record.peer == first.rank:
+            return ""
+        peer = record.peer
+        twin = "send" if record.operation == "recv" else "recv"
+        theirs = [m for m in group.messages(peer) if m.operation == twin and m.peer == first.rank]
+        mine = [
+            m
+            for m in group.messages(first.rank)
+            if m.operation == record.operation and m.peer == peer
+        ]
+        taken = [m.tag for m in mine if m.state == COMPLETED]
+        for message in theirs:
+            if message.tag in taken:
+                taken.remove(message.tag)
+            elif message.tag != record.tag:
+                self._told.append(message)
+                did = "did send it" if twin == "send" else "wanted to receive from it"
+                return f"Rank {peer} {did} a message of another tag: {self.names.operation(group, message)}."
+        return ""
+
+    # ---- what a rank did last
+
+    def last(self, rank: int) -> str:
+        """``The last that rank 1 did was operation 11, ..., completed 2.3 s before that.``"""
+        if told := self._in_progress(rank):
+            return told
+        known = [
+            (record.finished_ns, group, record)
+            for group in self._job.groups
+            if rank in group.ranks
+            for record in group.records[rank]
+            if record.finished_ns is not None
+            and record.finished_ns <= self._moment.ns
+            and record.operation != "flag_latency"
+        ]
+        if not known:
+            return f"Rank {rank} had not completed anything that is still recorded."
+        finished, group, record = max(known, key=lambda entry: entry[0])
+        before = span(self._moment.ns - finished)
+        if any(record is told for told in self._told):
+            return f"That was the last that rank {rank} did, {before} before."
+        how = "which failed" if record.state == FAILED else "completed"
+        same = any(call_at(record) == call_at(told) for told in self._told)
+        what = (
+            self.names.number(group, record) + ", the same call"
+            if same
+            else self.names.operation(group, record)
+        )
+        return f"The last that rank {rank} did was {what}, {how} {before} before that."
+
+    def _in_progress(self, rank: int) -> str:
+        waits = [wait for wait in self._moment.waits[rank] if not self._is_told(wait)]
+        if not waits:
+            return ""
+        wait = max(waits, key=lambda w: w.since_ns)
+        what = self.names.operation(wait.group, wait.record)
+        return f"At that time rank {rank} had been in {what}, for {span(wait.waited_ns)}."
+
+    def _is_told(self, wait: Wait) -> bool:
+        """Whether this is the very operation that failed, and so is told of anyway."""
+        failed = {
+            r.sequence
+            for records in (self._failed.records.values() if self._failed else ())
+            for r in records
+            if r.state == FAILED and not r.is_message
+        }
+        return (
+            wait.group is self._failed
+            and not wait.record.is_message
+            and wait.record.sequence in failed
+        )
+
+    def _chain(self, end: End) -> str:
+        """Who waited for those that waited."""
+        links = [
+            f"rank {wait.rank} waited for rank {following.rank} in {self.names.operation(wait.group, wait.record)}"
+            for wait, following in zip(end.chain, end.chain[1:], strict=False)
+        ]
+        return f"In turn, {listed(links[:_MOST_TOLD])}." if links else ""
+
+    # ---- a circle
+
+    def _circle(self, end: End) -> str:
+        links = []
+        failed = self._failed is not None
+        none = "Neither" if len(end.chain) == 2 else "None of them"
+        for wait, following in zip(end.chain, [*end.chain[1:], end.chain[0]], strict=True):
+            what = self.names.operation(wait.group, wait.record)
+            waits = "waited" if failed else "waits"
+            links.append(
+                f"{self.names.process(wait.rank)} {waits} for rank {following.rank} in {what}"
+            )
+        longest = max(wait.waited_ns for wait in end.chain)
+        if failed:
+            lasted = f"{none} could go on, for {span(longest)}, {self._until(end.chain[0])}"
+        else:
+            lasted = f"{none} can go on; it had lasted {span(longest)} when the dump was written at {self.time()}"
+        return f"Deadlock: {', while '.join(links)}. {lasted}."
+
+    # ---- what to do
+
+    def _advice(self, end: End, first: Wait) -> str:
+        rank = end.ranks[0]
+        pid = self._job.pid(rank)
+        again = " The group has ended, so the job must be started again." if self._failed else ""
+        if end.cause in (Cause.DIED, Cause.EXITED):
+            text = f"See rank {rank}'s own output for a traceback or a signal"
+            oom = "; without one, the kernel may have killed it to free memory (dmesg -T | grep -i 'out of memory')"
+            return text + (oom if end.cause is Cause.DIED else "") + "."
+        if end.cause is Cause.STOPPED:
+            return f"Continue it (kill -CONT {pid}) or find out who stopped it.{again}"
+        if end.cause is Cause.LEFT:
+            return (
+                "Look for what makes ranks do a different number of steps: uneven data, an early break or return, "
+                "a call that only some ranks make."
+            )
+        if first.record.is_message:
+            return (
+                "Every send needs a receive with the same tag on the other rank, and the other way round"
+                f"{_where(rank, pid)}."
+            )
+        return (
+            f"It computes, loads data, hangs, or took another branch{_where(rank, pid)}. If it was only slow, raise "
+            "the timeout; else make every rank call the operation."
+        )
+
+    # ---- different calls
+
+    def mismatch(self, found: Mismatch) -> list[str]:
+        """Who called what, which rank is the odd one out, and what all had completed before."""
+        group = found.group
+        camps = []
+        for camp in sorted(found.camps, key=lambda camp: (not set(camp) & set(found.odd), camp)):
+            lines = {found.calls[rank].line for rank in camp}
+            record = found.calls[camp[0]]
+            at = call_at(record) if len(lines) == 1 else call(record)
+            camps.append(f"{ranks_text(camp)} called {at}")
+        told = [
+            f"The ranks disagree on operation {found.sequence}{self.names.of_group(group)}: {', but '.join(camps)}.",
+            self._difference(found),
+            self._completed_before(found),
+        ]
+        advice = _ADVICE_ON[found.differs[0]] if found.differs else ""
+        return [*filter(None, told), advice]
+
+    def _difference(self, found: Mismatch) -> str:
+        names = [f"the {name}" for name in found.differs if name != "operation"]
+        parts = [f"they differ in {listed(names)}"] if names else []
+        parts += found.why
+        return f"{capital('; '.join(parts))}." if parts else ""
+
+    def _completed_before(self, found: Mismatch) -> str:
+        rank = min(found.calls)
+        record = found.group.collective(rank, found.sequence - 1)
+        at = f" at {self.time()}" if self._failed else ""
+        if record is None or record.finished_ns is None:
+            return f"It failed{at}." if at else ""
+        before = span(self._moment.ns - record.finished_ns)
+        return (
+            f"It failed{at}; the last that all ranks had completed was operation {record.sequence}, {call_at(record)}, "
+            f"{before} before that."
+            if at
+            else f"The last that all ranks had completed was operation {record.sequence}, {call_at(record)}."
+        )
+
+
+def _advice_on_circle(end: End) -> str:
+    records = [wait.record for wait in end.chain]
+    if not any(record.is_message for record in records):
+        return (
+            "Every rank must use the groups in the same order: let one of these calls come first on all ranks, or "
+            "start the first with async_op=True."
+        )
+    if all(record.operation == "recv" for record in records):
+        return "All of them receive first: let one send first, or use batch_isend_irecv."
+    if len(records) == 2 and _is_tag_mismatch(records):
+        return "One sends and the other receives, but the tags differ: let them agree."
+    return (
+        "Let the calls come in an order in which one of them can end; if a message was posted asynchronously, its rank "
+        "may also be somewhere else."
+    )
+
+
+def _is_tag_mismatch(records: list[Record]) -> bool:
+    return {r.operation for r in records} == {"send", "recv"} and len({r.tag for r in records}) == 2
+
+
+def _was(waits: list[Wait]) -> str:
+    return "were" if len(waits) > 1 else "was"
+
+
+def _where(rank: int, pid: int) -> str:
+    return f"; see what rank {rank} does (py-spy dump --pid {pid})" if pid else ""
