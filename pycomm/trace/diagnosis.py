@@ -116,9 +116,10 @@ class _Diagnosis:
         ]
         if others:
             longest = max(others, key=lambda wait: wait.waited_ns)
-            who = capital(ranks_text({wait.rank for wait in others}))
+            ranks = {wait.rank for wait in others}
+            who = f"{capital(ranks_text(ranks))} {'was' if len(ranks) == 1 else 'were'}"
             told.append(
-                f"{who} {'was' if len(others) == 1 else 'were'} then in "
+                f"{who} then in "
                 f"{self._tell.names.operation(group, longest.record)}, for {span(longest.waited_ns)}."
             )
         told += [self._tell.last(rank), f"See rank {rank}'s own output for why it aborted."]
@@ -170,7 +171,7 @@ class _Diagnosis:
         )
         return (
             f"{capital(self._tell.names.group(group))} failed at {self._tell.time()}, and reports{own}: "
-            f'"{failure.text}"'
+            f'"{failure.text.rstrip(".")}".'
         )
 
     # ---- no failure
@@ -225,8 +226,9 @@ class _Diagnosis:
     def _stuck(self, waits: list[Wait]) -> Verdict:
         """All have met, and yet it does not end."""
         wait = waits[0]
+        ranks = {w.rank for w in waits if w.group is wait.group}
         told = [
-            f"{capital(ranks_text({w.rank for w in waits if w.group is wait.group}))} have been in "
+            f"{capital(ranks_text(ranks))} had been in "
             f"{self._tell.names.operation(wait.group, wait.record)}, for {span(wait.waited_ns)} when the dump was "
             f"written at {self._tell.time()}, although all ranks that it needs have entered it and none is gone or "
             "stopped.",

@@ -300,7 +300,7 @@ def _integer(value: Any, what: str, least: int = 0, most: int = _MOST_INTEGER) -
 
 def _kind(value: Any) -> str:
     names = {dict: "an object", list: "a list", str: "a text", type(None): "null"}
-    return names.get(type(value), f"a {type(value).__name__}")
+    return names.get(type(value), f"of type {type(value).__name__}")
 
 
 def clean(text: str) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
+
 from pycomm.trace.failure import Kind
 from pycomm.trace.format import ANY_SOURCE, COMPLETED, FAILED, Record
 from pycomm.trace.job import Group
@@ -28,7 +31,8 @@ class Teller:
         self._moment = moment
         self._job = moment.job
         self._failed = moment.failed
-        self._told: list[Record] = []
+        self._told: list[Wait] = []
+        self._told_message: Record | None = None
         self.names = Names(moment.job)
 
     # ---- the time
@@ -55,51 +59,46 @@ class Teller:
         if end.cause is Cause.CIRCLE:
             return [self._circle(end), _advice_on_circle(end)]
         first = max(end.waits, key=lambda wait: (wait.group is self._failed, wait.waited_ns))
-        self._told.append(first.record)
+        ranks = set(end.ranks)
+        end, elsewhere = _narrowed(end, first)
+        self._told.append(first)
         if first.record.is_message:
             told = [self._message(end, first), self._other_messages(first)]
         else:
             told = [self._collective(end, first), self._late(end, first)]
         told += [self.last(rank) for rank in end.ranks[:_MOST_TOLD]]
-        return [*told, self._chain(end), self._advice(end, first)]
+        return [
+            *told,
+            self._chain(end, first),
+            self._elsewhere(elsewhere, ranks),
+            self._advice(end, first),
+        ]
 
     def _collective(self, end: End, first: Wait) -> str:
         operation = self.names.operation(first.group, first.record)
         who, many = self._who(end.ranks), len(end.ranks) > 1
-        it = "them" if many else "it"
-        same = [
-            w
-            for w in end.waits
-            if w.group is first.group and w.record.sequence == first.record.sequence
-        ]
-        waiters = ranks_text([wait.rank for wait in same])
-        waited = f"waited for {it} for {span(max(w.waited_ns for w in same))}, {self._until(first)}"
-        inside = next(
-            (
-                wait
-                for wait in self._moment.waits[end.ranks[0]]
-                if wait.group is first.group and wait.record.sequence == first.record.sequence
-            ),
-            None,
-        )
-        if inside:
-            return (
-                f"{who} {self._did(end, first)} inside {operation}, {span(inside.waited_ns)} after it had entered it; "
-                f"{waiters} {_was(same)} in it too, and {waited}."
-            )
+        they, it = ("they", "them") if many else ("it", "it")
+        waiters = ranks_text({wait.rank for wait in end.waits})
+        longest = span(max(wait.waited_ns for wait in end.waits))
+        waited = f"waited for {it} for {longest}, {self._until(first)}"
+        inside = [w for r in end.ranks for w in self._moment.waits[r] if _is_same(w, first)]
+        if len(inside) == len(end.ranks):
+            entered = f"{span(max(wait.waited_ns for wait in inside))} after {they} had entered it"
+            did = self._did(end, first)
+            return f"{who} {did} inside {operation}, {entered}; {waiters}, in the same operation, {waited}."
         if end.cause is Cause.LEFT:
             more = first.record.sequence - first.group.state(end.ranks[0]).sequence
             calls = "one call" if more == 1 else f"{more} calls" if more > 1 else "calls"
+            make = "make" if len(end.waits) > 1 else "makes"
             return (
                 f"{who} left the group in good order, but {waiters} went on with {operation}, and {waited}: "
-                f"{waiters} {'make' if len(same) > 1 else 'makes'} {calls} more than {ranks_text(end.ranks)}."
+                f"{waiters} {make} {calls} more than {ranks_text(end.ranks)}."
             )
         if end.cause is Cause.ABSENT:
             return f"{who} did not come to {operation}, in which {waiters} {waited}."
-        if end.cause is Cause.STOPPED:
-            return f"{who} {self._did(end, first)} and did not come to {operation}, in which {waiters} {waited}."
-        they = "they" if many else "it"
-        return f"{who} {self._did(end, first)} before {they} came to {operation}, in which {waiters} {waited}."
+        did = self._did(end, first)
+        before = "and did not come" if end.cause is Cause.STOPPED else f"before {they} came"
+        return f"{who} {did} {before} to {operation}, in which {waiters} {waited}."
 
     def _message(self, end: End, first: Wait) -> str:
         message = self.names.operation(first.group, first.record)
@@ -171,7 +170,7 @@ class Teller:
             if message.tag in taken:
                 taken.remove(message.tag)
             elif message.tag != record.tag:
-                self._told.append(message)
+                self._told_message = message
                 did = "did send it" if twin == "send" else "wanted to receive from it"
                 return f"Rank {peer} {did} a message of another tag: {self.names.operation(group, message)}."
         return ""
@@ -195,10 +194,10 @@ class Teller:
             return f"Rank {rank} had not completed anything that is still recorded."
         finished, group, record = max(known, key=lambda entry: entry[0])
         before = span(self._moment.ns - finished)
-        if any(record is told for told in self._told):
+        if record is self._told_message:
             return f"That was the last that rank {rank} did, {before} before."
         how = "which failed" if record.state == FAILED else "completed"
-        same = any(call_at(record) == call_at(told) for told in self._told)
+        same = any(call_at(record) == call_at(told.record) for told in self._told)
         what = (
             self.names.number(group, record) + ", the same call"
             if same
@@ -207,50 +206,56 @@ class Teller:
         return f"The last that rank {rank} did was {what}, {how} {before} before that."
 
     def _in_progress(self, rank: int) -> str:
-        waits = [wait for wait in self._moment.waits[rank] if not self._is_told(wait)]
+        waits = [
+            wait
+            for wait in self._moment.waits[rank]
+            if not any(_is_same(wait, told) for told in self._told)
+        ]
         if not waits:
             return ""
         wait = max(waits, key=lambda w: w.since_ns)
         what = self.names.operation(wait.group, wait.record)
         return f"At that time rank {rank} had been in {what}, for {span(wait.waited_ns)}."
 
-    def _is_told(self, wait: Wait) -> bool:
-        """Whether this is the very operation that failed, and so is told of anyway."""
-        failed = {
-            r.sequence
-            for records in (self._failed.records.values() if self._failed else ())
-            for r in records
-            if r.state == FAILED and not r.is_message
-        }
-        return (
-            wait.group is self._failed
-            and not wait.record.is_message
-            and wait.record.sequence in failed
-        )
-
-    def _chain(self, end: End) -> str:
+    def _chain(self, end: End, first: Wait) -> str:
         """Who waited for those that waited."""
         links = [
             f"rank {wait.rank} waited for rank {following.rank} in {self.names.operation(wait.group, wait.record)}"
-            for wait, following in zip(end.chain, end.chain[1:], strict=False)
+            for wait, following in pairwise(end.chain_to(first))
         ]
-        return f"In turn, {listed(links[:_MOST_TOLD])}." if links else ""
+        return f"In turn, {', and '.join(links[:_MOST_TOLD])}." if links else ""
+
+    def _elsewhere(self, waits: list[Wait], culprits: set[int]) -> str:
+        """Other operations that a culprit did not come to."""
+        told = [
+            f"{ranks_text(culprits & set(wait.awaited))} in {self.names.operation(wait.group, wait.record)}"
+            for wait in waits
+        ]
+        more = f" and {len(told) - _MOST_TOLD} more" if len(told) > _MOST_TOLD else ""
+        return f"Also waited for: {'; '.join(told[:_MOST_TOLD])}{more}." if told else ""
 
     # ---- a circle
 
     def _circle(self, end: End) -> str:
-        links = []
         failed = self._failed is not None
-        none = "Neither" if len(end.chain) == 2 else "None of them"
-        for wait, following in zip(end.chain, [*end.chain[1:], end.chain[0]], strict=True):
+        longest = max(wait.waited_ns for wait in end.waits)
+        if len(end.waits) == 1:
+            wait = end.waits[0]
+            what = self.names.operation(wait.group, wait.record)
+            return (
+                f"{capital(self.names.process(wait.rank))} waited for itself in {what}, for {span(longest)}, "
+                f"{self._until(wait)}."
+            )
+        links = []
+        none = "Neither" if len(end.waits) == 2 else "None of them"
+        for wait, following in zip(end.waits, [*end.waits[1:], end.waits[0]], strict=True):
             what = self.names.operation(wait.group, wait.record)
             waits = "waited" if failed else "waits"
             links.append(
                 f"{self.names.process(wait.rank)} {waits} for rank {following.rank} in {what}"
             )
-        longest = max(wait.waited_ns for wait in end.chain)
         if failed:
-            lasted = f"{none} could go on, for {span(longest)}, {self._until(end.chain[0])}"
+            lasted = f"{none} could go on, for {span(longest)}, {self._until(end.waits[0])}"
         else:
             lasted = f"{none} can go on; it had lasted {span(longest)} when the dump was written at {self.time()}"
         return f"Deadlock: {', while '.join(links)}. {lasted}."
@@ -277,9 +282,12 @@ class Teller:
                 "Every send needs a receive with the same tag on the other rank, and the other way round"
                 f"{_where(rank, pid)}."
             )
+        many = len(end.ranks) > 1
+        does = "They compute, load data, hang, or" if many else "It computes, loads data, hangs, or"
+        slow = "they were" if many else "it was"
         return (
-            f"It computes, loads data, hangs, or took another branch{_where(rank, pid)}. If it was only slow, raise "
-            "the timeout; else make every rank call the operation."
+            f"{does} took another branch{_where(rank, pid)}. If {slow} only slow, raise the timeout; else make every "
+            "rank call the operation."
         )
 
     # ---- different calls
@@ -322,8 +330,28 @@ class Teller:
         )
 
 
+def _narrowed(end: End, first: Wait) -> tuple[End, list[Wait]]:
+    """The culprits that one operation waits for; and a wait for each other operation that waits for some."""
+    here = [wait for wait in end.waits if _is_same(wait, first)]
+    ranks = tuple(r for r in end.ranks if any(r in wait.awaited for wait in here))
+    others: list[Wait] = []
+    for wait in end.waits:
+        if not any(_is_same(wait, known) for known in [first, *others]):
+            others.append(wait)
+    return replace(end, ranks=ranks, waits=tuple(here)), others
+
+
+def _is_same(wait: Wait, other: Wait) -> bool:
+    """Whether two ranks wait in one collective; a message is one rank's."""
+    if wait.record.is_message or other.record.is_message:
+        return wait is other
+    return wait.group is other.group and wait.record.sequence == other.record.sequence
+
+
 def _advice_on_circle(end: End) -> str:
-    records = [wait.record for wait in end.chain]
+    records = [wait.record for wait in end.waits]
+    if len(records) == 1:
+        return "A message to oneself needs both a send and a recv; post one of them asynchronously."
     if not any(record.is_message for record in records):
         return (
             "Every rank must use the groups in the same order: let one of these calls come first on all ranks, or "
@@ -341,10 +369,6 @@ def _advice_on_circle(end: End) -> str:
 
 def _is_tag_mismatch(records: list[Record]) -> bool:
     return {r.operation for r in records} == {"send", "recv"} and len({r.tag for r in records}) == 2
-
-
-def _was(waits: list[Wait]) -> str:
-    return "were" if len(waits) > 1 else "was"
 
 
 def _where(rank: int, pid: int) -> str:

@@ -7,7 +7,7 @@ done for the receiver. Whoever is waited for and waits for nobody is the cause; 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from pycomm.trace.failure import Kind
@@ -49,8 +49,21 @@ class End:
 
     cause: Cause
     ranks: tuple[int, ...]  # the culprits; of a circle all its ranks, in order
-    chain: tuple[Wait, ...]  # from the first who waits to the culprit, or once around
-    waits: tuple[Wait, ...]  # all that wait for a culprit
+    waits: tuple[Wait, ...]  # all that wait for a culprit; of a circle once around
+    found_by: dict[int, Wait] = field(
+        default_factory=dict
+    )  # of every rank on the way, who waits for it
+    start: tuple[Wait, ...] = ()
+
+    def chain_to(self, wait: Wait) -> list[Wait]:
+        """How a wait was found: from one of the first, each for the rank of the next."""
+        chain = [wait]
+        while chain[0] not in self.start and chain[0].rank in self.found_by:
+            before = self.found_by[chain[0].rank]
+            if before in chain:
+                break
+            chain.insert(0, before)
+        return chain
 
 
 class Moment:
@@ -61,6 +74,10 @@ class Moment:
         self.ns = ns
         self.failed = failed
         self.waits: dict[int, list[Wait]] = {rank: [] for rank in job.ranks}
+        self.last_sign = {
+            rank: max((r.moved_ns for g in job.groups for r in g.records.get(rank, ())), default=0)
+            for rank in job.ranks
+        }
         for group in job.groups:
             for rank in group.ranks:
                 for record in group.records[rank]:
@@ -101,8 +118,6 @@ class Moment:
         assert record.peer is not None
         if record.peer == ANY_SOURCE:
             return tuple(other for other in group.ranks if other != rank)
-        if record.peer == rank:
-            return ()
         meets = any(
             self._is_under_way(other) and fits(record, rank, other, record.peer)
             for other in group.messages(record.peer)
@@ -131,16 +146,26 @@ class Moment:
             }
             if failure.kind in told:
                 return told[failure.kind]
-        # What is seen of the others: as early as possible, since the failure itself ends ranks.
+        # What else is seen of ranks: as early as possible, since the failure itself ends some.
         seen = [state for ns, state in group.states[rank] if ns >= self.ns] or [group.state(rank)]
         state = seen[0] if self.failed else seen[-1]
         if state.stopped:
             return Cause.STOPPED
         if failure is not None and failure.kind is Kind.TIMEOUT:
             return None  # the death of a rank is noticed before any deadline
+        if self._ended_the_group(rank) or self.last_sign[rank] >= self.ns:
+            return None
         if state.left:
             return Cause.EXITED if state.farewell else Cause.LEFT
         return None if state.alive else Cause.DIED
+
+    def _ended_the_group(self, rank: int) -> bool:
+        """Whether a rank did so itself, and so was there; it is often gone soon afterwards."""
+        group = self.failed
+        on_purpose = (Kind.INTERRUPTED, Kind.ABORTED)
+        return bool(
+            group and group.failure and group.failure.kind in on_purpose and group.culprit == rank
+        )
 
     # ---- all ranks
 
@@ -151,26 +176,17 @@ class Moment:
         if troubled:
             worst = min(troubled.values(), key=lambda cause: cause.value)
             culprits = tuple(sorted(r for r, cause in troubled.items() if cause is worst))
-            return self._found(worst, culprits, parents)
+            return End(worst, culprits, self._on(culprits), parents, tuple(start))
         if circle := self._circle(reached):
-            ranks = tuple(wait.rank for wait in circle)
-            return End(Cause.CIRCLE, ranks, tuple(circle), tuple(circle))
+            return End(Cause.CIRCLE, tuple(wait.rank for wait in circle), tuple(circle))
         idle = tuple(sorted(rank for rank in reached if not self._awaited(rank)))
-        return self._found(Cause.ABSENT, idle, parents) if idle else None
+        return End(Cause.ABSENT, idle, self._on(idle), parents, tuple(start)) if idle else None
 
-    def _found(self, cause: Cause, culprits: tuple[int, ...], parents: dict[int, Wait]) -> End:
-        chain: list[Wait] = []
-        rank = culprits[0]
-        while rank in parents and all(wait.rank != parents[rank].rank for wait in chain):
-            chain.insert(0, parents[rank])
-            rank = parents[rank].rank
-        waits = tuple(
-            wait
-            for of_rank in self.waits.values()
-            for wait in of_rank
-            if set(wait.awaited) & set(culprits) and wait.rank not in culprits
-        )
-        return End(cause, culprits, tuple(chain), waits)
+    def _on(self, culprits: tuple[int, ...]) -> tuple[Wait, ...]:
+        """All that wait for a culprit; of two that are gone, one may have waited for the other."""
+        every = [wait for of_rank in self.waits.values() for wait in of_rank]
+        on_them = [wait for wait in every if set(wait.awaited) & set(culprits)]
+        return tuple(wait for wait in on_them if wait.rank not in culprits) or tuple(on_them)
 
     def _trouble_of(self, wait: Wait, rank: int) -> Cause | None:
         """Why a rank cannot come to where it is waited for: what its group knows, or others of its process."""

@@ -97,9 +97,13 @@ def _state(communicator: Recorded, rank: int) -> dict[str, Any] | None:
 def _records(communicator: Recorded, rank: int) -> list[dict[str, Any]]:
     records = _attempt(lambda: communicator.records(rank), [], f"the records of rank {rank}")
     return [
-        {name: record[name] for name in RECORD_FIELDS if record.get(name) is not None}
+        {name: _plain(record[name]) for name in RECORD_FIELDS if record.get(name) is not None}
         for record in records
     ]
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _attempt(read: Any, otherwise: Any, what: str) -> Any:
