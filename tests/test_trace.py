@@ -211,13 +211,12 @@ def test_left_because_of_an_exception(tmp_path: Path) -> None:
     world.end(1, alive=False, left=True, farewell="ValueError: bad batch")
     report = "rank 2: ... lost rank 1 (pid 4711), which left the group because of ValueError: bad batch; its last"
     world.default.fail(5.05, report)
+    world.dump(tmp_path, 1, at=5.01, reason="ValueError")
     world.dump(tmp_path, 0, 2, at=5.2)
-    says(
-        tmp_path,
-        "exited",
-        {1},
-        "Rank 1 (pid 4711) left because of ValueError: bad batch, before it",
+    text = says(
+        tmp_path, "exited", {1}, "Rank 1 (pid 4711) left because of ValueError: bad batch, "
     )
+    assert "The reason of its own dump is: ValueError." in text
 
 
 def test_left_in_good_order(tmp_path: Path) -> None:
@@ -403,6 +402,44 @@ def test_tags_differ(tmp_path: Path) -> None:
     world.default.post(1, "recv", 0, at=5, tag=2, count=10**8)
     world.dump(tmp_path, at=15)
     says(tmp_path, "circle", {0, 1}, "the tags differ")
+
+
+def test_groups_that_fail_together(tmp_path: Path) -> None:
+    """Both ranks of a deadlock see it, give up and are gone at once: that is not the cause."""
+    world = with_history(3)
+    tp, dp = world.group("tp", 0, 1), world.group("dp", 0, 1)
+    for rank, group in enumerate((tp, dp)):
+        group.enter(rank, at=5)
+        group.rings[rank][0].update(state="failed", finished_ns=ns(5.4 + rank / 1000))
+        other = 1 - rank
+        group.failure = (
+            f"rank {rank}: ... waits for rank {other} (pid {4710 + other}), which waits for this rank "
+            "in another group: ..."
+        )
+    world.default.enter(2, at=5)
+    world.dump(tmp_path, 0, 1, at=5.41)
+    world.end(1, alive=False)
+    world.default.failure = "rank 2: ... lost rank 1 (pid 4711), which died; ..."
+    world.default.rings[2][-1].update(state="failed", finished_ns=ns(5.6))
+    world.dump(tmp_path, 2, at=5.7)
+    text = says(tmp_path, "circle", {0, 1}, "Deadlock: rank 0 (pid 4710) waited for rank 1 in")
+    assert text.endswith("The default group and group dp failed after that.")
+
+
+def test_a_collective_instead_of_a_message(tmp_path: Path) -> None:
+    """Rank 1 sends with another tag and goes on to a barrier."""
+    world = with_history()
+    done(world.default.post(1, "send", 0, at=5, tag=6), 5)
+    world.default.post(0, "recv", 1, at=5, tag=7)
+    for rank in (1, 2):
+        world.default.enter(rank, "barrier", at=5.1)
+    world.default.fail(
+        13, "rank 0: recv(...) exceeded its timeout of 8000 ms: rank 1 has sent no such ..."
+    )
+    world.dump(tmp_path, at=13.1)
+    text = says(tmp_path, "circle", {0, 1}, "waited for rank 0 in operation 9, barrier()")
+    assert "Rank 1 did send it a message of another tag: message 1, send(count=5" in text
+    assert "which must come before the collective" in text
 
 
 # ---- messages

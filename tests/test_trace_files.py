@@ -518,11 +518,13 @@ def test_torch_reads_what_the_command_writes(tmp_path: Path, analyse: Analyse) -
     for second in range(3):
         world.default.all_do("barrier", 5 + second)
     enter_all_but(world, 1, at=9)
+    world.default.rings[0][-1]["line"] = "train.py:99"  # outside of any function
     world.dump(tmp_path / "dumps", 2, at=19)
     assert main([str(tmp_path / "dumps"), "--torch", str(tmp_path / "out")]) == 1
     assert names(tmp_path / "out") == [file_name(rank) for rank in range(3)]
     said, collectives = analyse(tmp_path / "out")
     assert "missing ranks: {1}" in said
+    assert "<module> at train.py:99" in said
     assert [c.collective_seq_id for c in collectives] == [9, 10, 11, 12]
 
 
@@ -564,7 +566,7 @@ def test_chrome_trace(tmp_path: Path) -> None:
     assert main([str(tmp_path), "--chrome", str(out)]) == 1
     events = json.loads(out.read_text())["traceEvents"]
     processes = [e["args"]["name"] for e in events if e["name"] == "process_name"]
-    assert processes == ["The group of ranks 0, 1 and 2", "Group tp"]
+    assert processes == ["The default group", "Group tp"]
     rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert rows[1, 1] == "rank 1 (4711)"
     assert rows[2, 2] == "rank 2 (4712)"

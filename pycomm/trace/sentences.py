@@ -13,6 +13,8 @@ from pycomm.trace.waits import Cause, End, Moment, Wait
 from pycomm.trace.words import Names, call, call_at, capital, listed, ranks_text, span, when
 
 _MOST_TOLD = 3
+#: A dump that is so much younger than the failure is one of a rank that came late.
+_LATE_NS = 10**9
 
 #: What to do about a difference between the ranks' calls.
 _ADVICE_ON = {
@@ -57,7 +59,8 @@ class Teller:
     def cause(self, end: End) -> list[str]:
         """Who did what, where, and who waited for it."""
         if end.cause is Cause.CIRCLE:
-            return [self._circle(end), _advice_on_circle(end)]
+            tags = [self._other_messages(wait) for wait in end.waits if wait.record.is_message]
+            return [self._circle(end), *tags, self._advice_on_circle(end)]
         first = max(end.waits, key=lambda wait: (wait.group is self._failed, wait.waited_ns))
         ranks = set(end.ranks)
         end, elsewhere = _narrowed(end, first)
@@ -81,6 +84,8 @@ class Teller:
         waiters = ranks_text({wait.rank for wait in end.waits})
         longest = span(max(wait.waited_ns for wait in end.waits))
         waited = f"waited for {it} for {longest}, {self._until(first)}"
+        if end.cause is Cause.ABSENT:
+            return f"{who} did not come to {operation}, in which {waiters} {waited}."
         inside = [w for r in end.ranks for w in self._moment.waits[r] if _is_same(w, first)]
         if len(inside) == len(end.ranks):
             entered = f"{span(max(wait.waited_ns for wait in inside))} after {they} had entered it"
@@ -94,8 +99,6 @@ class Teller:
                 f"{who} left the group in good order, but {waiters} went on with {operation}, and {waited}: "
                 f"{waiters} {make} {calls} more than {ranks_text(end.ranks)}."
             )
-        if end.cause is Cause.ABSENT:
-            return f"{who} did not come to {operation}, in which {waiters} {waited}."
         did = self._did(end, first)
         before = "and did not come" if end.cause is Cause.STOPPED else f"before {they} came"
         return f"{who} {did} {before} to {operation}, in which {waiters} {waited}."
@@ -136,21 +139,21 @@ class Teller:
         return told[0] if told else ""
 
     def _late(self, end: End, first: Wait) -> str:
-        """Whether the culprit came after all."""
+        """Whether the culprit came after all, or what it said itself."""
         rank = end.ranks[0]
         record = first.group.collective(rank, first.record.sequence)
-        if end.cause is Cause.ABSENT and record and (record.started_ns or 0) > self._moment.ns:
-            return f"Rank {rank} came {span((record.started_ns or 0) - self._moment.ns)} after that, too late."
+        came = record.started_ns if record else None
+        if end.cause is Cause.ABSENT and came and came > self._moment.ns:
+            return f"Rank {rank} came {span(came - self._moment.ns)} after that, too late."
         own = self._job.dumps.get(rank)
-        if (
-            end.cause is Cause.ABSENT
-            and self._failed
-            and own
-            and own.time_ns > self._moment.ns + 10**9
-        ):
-            late = span(own.time_ns - self._moment.ns)
-            return f"Rank {rank} wrote its own dump {late} after that ({own.reason}), so it was alive, but late."
-        return ""
+        if own is None or self._failed is None:
+            return ""
+        if end.cause is not Cause.ABSENT and own.reason:
+            return f"The reason of its own dump is: {own.reason}."
+        if own.time_ns < self._moment.ns + _LATE_NS:
+            return ""
+        late = span(own.time_ns - self._moment.ns)
+        return f"Rank {rank} wrote its own dump {late} after that ({own.reason}), so it was alive, but late."
 
     def _other_messages(self, first: Wait) -> str:
         """Messages between the two that nobody has taken: often the wanted one has another tag."""
@@ -269,7 +272,8 @@ class Teller:
         if end.cause in (Cause.DIED, Cause.EXITED):
             text = f"See rank {rank}'s own output for a traceback or a signal"
             oom = "; without one, the kernel may have killed it to free memory (dmesg -T | grep -i 'out of memory')"
-            return text + (oom if end.cause is Cause.DIED else "") + "."
+            unexplained = end.cause is Cause.DIED and rank not in self._job.dumps
+            return text + (oom if unexplained else "") + "."
         if end.cause is Cause.STOPPED:
             return f"Continue it (kill -CONT {pid}) or find out who stopped it.{again}"
         if end.cause is Cause.LEFT:
@@ -288,6 +292,27 @@ class Teller:
         return (
             f"{does} took another branch{_where(rank, pid)}. If {slow} only slow, raise the timeout; else make every "
             "rank call the operation."
+        )
+
+    def _advice_on_circle(self, end: End) -> str:
+        records = [wait.record for wait in end.waits]
+        messages = [record for record in records if record.is_message]
+        if len(records) == 1:
+            return "A message to oneself needs both a send and a recv; post one of them asynchronously."
+        if not messages:
+            return (
+                "Every rank must use the groups in the same order: let one of these calls come first on all ranks, or "
+                "start the first with async_op=True."
+            )
+        if all(record.operation == "recv" for record in records):
+            return "All of them receive first: let one send first, or use batch_isend_irecv."
+        if len(messages) == 2 and _is_tag_mismatch(messages):
+            return "One sends and the other receives, but the tags differ: let them agree."
+        if len(messages) == len(records):
+            return "Let one of them receive first, or use batch_isend_irecv."
+        return (
+            "Every send needs a receive with the same tag on the other rank, which must come before the collective. If "
+            "the message was posted asynchronously, its rank may also be somewhere else."
         )
 
     # ---- different calls
@@ -346,25 +371,6 @@ def _is_same(wait: Wait, other: Wait) -> bool:
     if wait.record.is_message or other.record.is_message:
         return wait is other
     return wait.group is other.group and wait.record.sequence == other.record.sequence
-
-
-def _advice_on_circle(end: End) -> str:
-    records = [wait.record for wait in end.waits]
-    if len(records) == 1:
-        return "A message to oneself needs both a send and a recv; post one of them asynchronously."
-    if not any(record.is_message for record in records):
-        return (
-            "Every rank must use the groups in the same order: let one of these calls come first on all ranks, or "
-            "start the first with async_op=True."
-        )
-    if all(record.operation == "recv" for record in records):
-        return "All of them receive first: let one send first, or use batch_isend_irecv."
-    if len(records) == 2 and _is_tag_mismatch(records):
-        return "One sends and the other receives, but the tags differ: let them agree."
-    return (
-        "Let the calls come in an order in which one of them can end; if a message was posted asynchronously, its rank "
-        "may also be somewhere else."
-    )
 
 
 def _is_tag_mismatch(records: list[Record]) -> bool:

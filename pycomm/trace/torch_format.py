@@ -54,7 +54,7 @@ _DTYPES = {
     "uint32": "UInt32",
     "uint64": "UInt64",
 }
-_LINE = re.compile(r"(?P<file>.*):(?P<line>\d+) in (?P<name>.*)")
+_LINE = re.compile(r"(?P<file>.*?):(?P<line>\d+)(?: in (?P<name>.*))?")
 
 
 def file_name(rank: int) -> str:
@@ -201,4 +201,6 @@ def _entry(paired: _Paired, name: str, number: int, world_size: int) -> dict[str
 def _frames(line: str) -> list[dict[str, Any]]:
     if not (found := _LINE.fullmatch(line)):
         return []
-    return [{"filename": found["file"], "line": int(found["line"]), "name": found["name"]}]
+    return [
+        {"filename": found["file"], "line": int(found["line"]), "name": found["name"] or "<module>"}
+    ]

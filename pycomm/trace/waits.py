@@ -136,25 +136,17 @@ class Moment:
 
     def trouble(self, group: Group, rank: int) -> Cause | None:
         """Whether a rank's process was gone, or stood still, as far as this group knows."""
-        failure = group.failure
-        if failure is not None and group.culprit == rank:
-            told = {
-                Kind.DIED: Cause.DIED,
-                Kind.EXITED: Cause.EXITED,
-                Kind.LEFT: Cause.LEFT,
-                Kind.STOPPED: Cause.STOPPED,
-            }
-            if failure.kind in told:
-                return told[failure.kind]
-        # What else is seen of ranks: as early as possible, since the failure itself ends some.
+        if group is self.failed and (told := _told_by(group, rank)):
+            return told
+        # What is seen of it: as early as possible, since the failure itself ends ranks.
         seen = [state for ns, state in group.states[rank] if ns >= self.ns] or [group.state(rank)]
         state = seen[0] if self.failed else seen[-1]
         if state.stopped:
             return Cause.STOPPED
-        if failure is not None and failure.kind is Kind.TIMEOUT:
+        if _timed_out(group) or self._ended_the_group(rank) or self.last_sign[rank] >= self.ns:
             return None  # the death of a rank is noticed before any deadline
-        if self._ended_the_group(rank) or self.last_sign[rank] >= self.ns:
-            return None
+        if told := _told_by(group, rank):
+            return told
         if state.left:
             return Cause.EXITED if state.farewell else Cause.LEFT
         return None if state.alive else Cause.DIED
@@ -195,7 +187,7 @@ class Moment:
         }
         if here := causes[wait.group]:
             return here
-        timed_out = self.failed and self.failed.failure and self.failed.failure.kind is Kind.TIMEOUT
+        timed_out = self.failed is not None and _timed_out(self.failed)
         return next(
             (
                 c
@@ -243,6 +235,23 @@ class Moment:
             if best is None or len(circle) < len(best):
                 best = circle
         return best
+
+
+def _told_by(group: Group, rank: int) -> Cause | None:
+    """What a group's failure says of a rank."""
+    if group.failure is None or group.culprit != rank:
+        return None
+    told = {
+        Kind.DIED: Cause.DIED,
+        Kind.EXITED: Cause.EXITED,
+        Kind.LEFT: Cause.LEFT,
+        Kind.STOPPED: Cause.STOPPED,
+    }
+    return told.get(group.failure.kind)
+
+
+def _timed_out(group: Group) -> bool:
+    return group.failure is not None and group.failure.kind is Kind.TIMEOUT
 
 
 def fits(message: Record, rank: int, other: Record, peer: int) -> bool:

@@ -86,9 +86,12 @@ class Names:
     def group(self, group: Group) -> str:
         """``group dp``, with its ranks if its name says too little."""
         alike = [other for other in self._job.groups if other.name == group.name]
-        name = f"group {group.name}" if group.name else "the group"
-        is_known = len(alike) == 1 and (group.name or len(self._job.groups) == 1)
-        return name if is_known else f"{name} of {ranks_text(group.ranks)}"
+        if len(alike) > 1:
+            name = f"group {group.name}" if group.name else "the group"
+            return f"{name} of {ranks_text(group.ranks)}"
+        if group.name:
+            return f"group {group.name}"
+        return "the group" if len(self._job.groups) == 1 else "the default group"
 
     def of_group(self, group: Group) -> str:
         """The same after a noun: `` of group dp``, or nothing."""
