@@ -9,6 +9,7 @@ from pycomm.ddp import DistributedDataParallel
 from pycomm.errors import (
     AbortedError,
     Error,
+    GradientError,
     InvalidArgument,
     MismatchError,
     PeerDiedError,
@@ -25,6 +26,7 @@ __all__ = [
     "Communicator",
     "DistributedDataParallel",
     "Error",
+    "GradientError",
     "InvalidArgument",
     "MismatchError",
     "PeerDiedError",
