@@ -194,8 +194,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             return output
         if not self._hook_is_settled:
             self._use_average_hook()
-        problem = self._backward_watch.problem() or self._parameter_watch.problem()
-        if problem is not None:
+        self._backward_watch.check_before_forward()
+        if (problem := self._parameter_watch.problem()) is not None:
             refuse(self, problem)
         if not self.require_backward_grad_sync:
             return super().forward(*inputs, **kwargs)

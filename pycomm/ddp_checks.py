@@ -22,6 +22,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pycomm.backend import find_communicator
+from pycomm.config import config
 from pycomm.errors import GradientError, InvalidArgument, MismatchError
 from pycomm.extension import c10d
 
@@ -36,6 +37,10 @@ def refuse(ddp: DistributedDataParallel, problem: str) -> NoReturn:
     communicator = find_communicator(ddp.process_group)
     if communicator is not None:
         communicator.abort(problem)
+    _raise(ddp, problem)
+
+
+def _raise(ddp: DistributedDataParallel, problem: str) -> NoReturn:
     error = GradientError(f"rank {dist.get_rank(ddp.process_group)}: {problem}")
     if ddp.logger is not None:
         ddp.logger.set_error_and_log(f"{type(error)}: {error}")
@@ -214,12 +219,12 @@ _PROBLEMS = {
         "dataclasses. Return such objects, or set find_unused_parameters=False."
     ),
     "more": (
-        "backward() brought more gradients of {names} than in the first iteration. With static_graph=True each "
-        "iteration must use the parameters as the first one did."
+        "Your training graph has changed in this iteration: backward() brought more gradients of {names} than in the "
+        "first one. With static_graph=True each iteration must use the parameters as the first one did."
     ),
     "fewer": (
-        "backward() brought fewer gradients of {names} than in the first iteration. With static_graph=True each "
-        "iteration must use the parameters as the first one did."
+        "Your training graph has changed in this iteration: backward() brought fewer gradients of {names} than in the "
+        "first one. With static_graph=True each iteration must use the parameters as the first one did."
     ),
     "unreached": (
         "the gradients of {names} were not averaged: with static_graph=True the first backward() must go through what "
@@ -255,7 +260,9 @@ class BackwardWatch:
         self._names = [names[id(p)] for p in parameters]
         self._in_use = not ddp._use_python_reducer and ddp.mixed_precision is None
         report = functools.partial(_report, self._ddp, self._names)
-        self._watch = c10d.BackwardWatch(list(parameters) if self._in_use else [], report)
+        watched = list(parameters) if self._in_use else []
+        self._late = config().ddp_missing == "step"
+        self._watch = c10d.BackwardWatch(watched, late=self._late, report=report)
         _watch_optimizers()
         _all_watches.add(self)
 
@@ -281,11 +288,25 @@ class BackwardWatch:
             self._watch.forward_ended(_tensors_in(output))
 
     def problem(self) -> str | None:
-        """What the last backward has left undone."""
-        kind = self._watch.unfinished()
-        if kind is None:
+        """What the last backward has left undone, in our words and torch's."""
+        kind, ddp = self._watch.unfinished(), self._ddp()
+        if kind is None or ddp is None:
             return None
-        return _in_words(kind, [self._names[index] for index in self._watch.unfinished_indices()])
+        words = _in_words(kind, [self._names[index] for index in self._watch.unfinished_indices()])
+        try:
+            ddp.reducer._check_reducer_finalized()
+        except RuntimeError as error:
+            words += f"\n{error}"
+        return words
+
+    def check_before_forward(self) -> None:
+        """Raises GradientError if the last backward has left something undone."""
+        problem, ddp = self.problem(), self._ddp()
+        if problem is None or ddp is None:
+            return
+        if self._late:
+            _raise(ddp, problem)  # as torch: the group lives on
+        refuse(ddp, problem)
 
     def check_before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises GradientError if the optimizer would use gradients of which some are not averaged."""

@@ -52,8 +52,8 @@ class AccumulatedHook : public torch::autograd::FunctionPostHook {
 
 }  // namespace
 
-BackwardWatch::BackwardWatch(const std::vector<at::Tensor>& parameters, Report report)
-    : report_(std::move(report)), came_(parameters.size(), Came::kNo) {
+BackwardWatch::BackwardWatch(const std::vector<at::Tensor>& parameters, bool late, Report report)
+    : late_reports_(late), report_(std::move(report)), came_(parameters.size(), Came::kNo) {
   for (size_t index = 0; index < parameters.size(); ++index) {
     auto accumulator = torch::autograd::impl::grad_accumulator(parameters[index]);
     auto hook = std::make_unique<AccumulatedHook>(
@@ -216,7 +216,9 @@ void BackwardWatch::check_missing(std::unique_lock<std::mutex>& lock, bool reach
   std::vector<size_t> indices = unfinished_indices();
   const bool is_static = State::is_static(*reducer_), is_first = is_first_static();
   if (is_first && !reached) return;
-  if (!restricted_ && !(reached && (is_static || State::finds_unused(*reducer_)))) {
+  const bool is_final = restricted_ || (reached && (is_first || State::finds_unused(*reducer_)));
+  if (!is_final && late_reports_) return;
+  if (!is_final) {
     // Another backward may follow: only what no graph can bring any more is missing.
     const auto can_come = [&](size_t index) {
       return int64_t(watched_[index].accumulator.use_count()) > own_references_;

@@ -27,7 +27,8 @@ class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
   using Report = std::function<void(const char* problem, const std::vector<size_t>& indices)>;
 
   // Before the Reducer of these parameters is made, so that gradients are seen here first.
-  BackwardWatch(const std::vector<at::Tensor>& parameters, Report report);
+  // With `late`, gradients that are missing are no problem at the end of a backward.
+  BackwardWatch(const std::vector<at::Tensor>& parameters, bool late, Report report);
   ~BackwardWatch() { stop(); }
   void attach(std::shared_ptr<c10d::Reducer> reducer);
   void stop();
@@ -66,6 +67,7 @@ class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
   bool waits() const;
   bool is_first_static() const;
 
+  const bool late_reports_;
   const Report report_;
   std::vector<Watched> watched_;
   int64_t own_references_ = 0;  // to an accumulator, by this class and the Reducer

@@ -139,10 +139,10 @@ PYBIND11_MODULE(_c10d, m) {
           py::arg("communicator"), "Not while a backward runs.");
 
   py::class_<BackwardWatch, std::shared_ptr<BackwardWatch>>(m, "BackwardWatch")
-      .def(py::init([](const std::vector<at::Tensor>& parameters, py::function report) {
-             return std::make_shared<BackwardWatch>(parameters, report_to(std::move(report)));
+      .def(py::init([](const std::vector<at::Tensor>& parameters, bool late, py::function report) {
+             return std::make_shared<BackwardWatch>(parameters, late, report_to(std::move(report)));
            }),
-           py::arg("parameters"), py::arg("report"))
+           py::arg("parameters"), py::arg("late"), py::arg("report"))
       .def("attach", &BackwardWatch::attach, py::arg("reducer"))
       .def("stop", &BackwardWatch::stop)
       .def("forward_begins", &BackwardWatch::forward_begins)
