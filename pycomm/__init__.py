@@ -9,6 +9,7 @@ from pycomm.ddp import DistributedDataParallel
 from pycomm.errors import (
     AbortedError,
     Error,
+    GradientError,
     InvalidArgument,
     MismatchError,
     PeerDiedError,
@@ -27,6 +28,7 @@ __all__ = [
     "Communicator",
     "DistributedDataParallel",
     "Error",
+    "GradientError",
     "InvalidArgument",
     "MismatchError",
     "PeerDiedError",

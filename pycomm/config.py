@@ -74,6 +74,12 @@ class Config:
         "Whether DDP's buckets travel while backward goes on, on a thread of their own: "
         "auto (if there are at least two cores per rank), 0, 1.",
     )
+    ddp_missing: str = _setting(
+        "backward",
+        "When DDP refuses to leave gradients local because those of unused parameters are missing: "
+        "backward (at its end, and the group ends with it), step (at the optimizer's step or, as "
+        "torch and with the group living on, at the next forward).",
+    )
 
     @classmethod
     def variables(cls) -> dict[str, str]:
@@ -125,6 +131,7 @@ class Config:
             "ddp_overlap": ("auto", "0", "1"),
             "call_sites": ("auto", "always", "never"),
             "liveness": ("auto", "pid", "lock", "heartbeat"),
+            "ddp_missing": ("backward", "step"),
         }.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 from pycomm.backend import find_communicator
 from pycomm.config import config
-from pycomm.ddp_checks import BackwardWatch, ParameterWatch, check_models_agree
+from pycomm.ddp_checks import BackwardWatch, ParameterWatch, check_models_agree, refuse
 from pycomm.errors import InvalidArgument
 from pycomm.extension import c10d
 
@@ -39,11 +39,15 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     Differences to torch's class, all of them where torch goes wrong in silence or hangs:
 
-    - Models that differ between ranks (number, name, shape, strides, dtype or requires_grad of a parameter) raise
-      RuntimeError on every rank, naming the parameter.
-    - A second backward through the same forward, and backward(inputs=...) on a part of the parameters, raise
-      RuntimeError instead of leaving local gradients. So do parameters that were replaced, recast, moved or unfrozen
-      after wrapping, at the next forward.
+    - Models that differ between ranks (number, name, shape, strides, dtype or requires_grad of a parameter or buffer)
+      raise MismatchError on every rank, naming what differs.
+    - Where gradients would stay local, GradientError names the parameters: at the end of a backward that is the second
+      one through its forward, has inputs= for a part of the parameters, or leaves out parameters that no later backward
+      can reach; at the optimizer's step or the next forward if they could have been reached; at the next forward for
+      parameters added, replaced, recast, moved, resized or unfrozen since the module was wrapped. Ranks that wait for
+      the gradients of the one that raises get AbortedError with the same words, at once (with backend pycomm).
+    - After an error in the middle of a backward, the module goes on with
+      ``model._update_process_group(dist.new_group())`` on every rank.
     - A forward without grad starts no communication.
     - ``delay_all_reduce_named_params`` is refused: torch's version gives wrong gradients unless the hooked parameter
       happens to be last.
@@ -81,13 +85,13 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                 "it reduces; leave it out"
             )
         if init_sync:
-            check_models_agree(module, process_group, device_mesh)
+            sync_buffers = forward_sync_buffers is not None or broadcast_buffers is not False
+            check_models_agree(module, process_group, device_mesh, sync_buffers)
         super().__init__(**_for_this_torch(arguments))
         self._overlap = overlap
         self._hook_is_settled = False
         self._hook_target: Any = None  # of the averaging hook, once it is in the Reducer
         self._parameter_watch = ParameterWatch(self.module, self.parameters_to_ignore)
-        self._backward_watch = BackwardWatch(self)
 
     # ---- communication ----------------------------------------------------------------------------------------------
 
@@ -145,6 +149,15 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     # ---- torch's hooks into the class -------------------------------------------------------------------------------
 
+    def _ddp_init_helper(self, parameters: Any, *args: Any, **kwargs: Any) -> None:
+        self._backward_watch = BackwardWatch(self, parameters)
+        super()._ddp_init_helper(parameters, *args, **kwargs)
+        self._backward_watch.attach()
+
+    def _remove_autograd_hooks(self) -> None:
+        super()._remove_autograd_hooks()
+        self._backward_watch.stop()
+
     @contextmanager
     def _ignored_names_of_root(self) -> Iterator[None]:
         """torch looks for an ignored parameter ``w`` of the root module under the name ``.w``, and never finds it."""
@@ -181,10 +194,14 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             return output
         if not self._hook_is_settled:
             self._use_average_hook()
-        self._parameter_watch.check()
+        self._backward_watch.check_before_forward()
+        if (problem := self._parameter_watch.problem()) is not None:
+            refuse(self, problem)
+        if not self.require_backward_grad_sync:
+            return super().forward(*inputs, **kwargs)
+        self._backward_watch.forward_begins()
         output = super().forward(*inputs, **kwargs)
-        if self.require_backward_grad_sync:
-            self._backward_watch.forward_ended(output)
+        self._backward_watch.forward_ended(output)
         return output
 
     # ---- pickling ---------------------------------------------------------------------------------------------------
@@ -200,7 +217,6 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._parameter_watch = ParameterWatch(self.module, self.parameters_to_ignore)
-        self._backward_watch = BackwardWatch(self)
 
 
 def _for_this_torch(arguments: dict[str, Any]) -> dict[str, Any]:

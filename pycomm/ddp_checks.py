@@ -1,50 +1,76 @@
 """What DistributedDataParallel checks so that gradients never differ between ranks in silence.
 
 At construction: all ranks wrap the same model. At each forward: the parameters are still those that
-were wrapped. At each backward: every gradient that was computed was also reduced.
+were wrapped. At each backward: every gradient that was computed was also reduced. At an optimizer's
+step: none is still missing.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import operator
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parameter import UninitializedParameter
+from torch.nn.parallel.distributed import _find_tensors
+from torch.nn.parameter import is_lazy
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from pycomm.errors import InvalidArgument, MismatchError
+from pycomm.backend import find_communicator
+from pycomm.config import config
+from pycomm.errors import GradientError, InvalidArgument, MismatchError
+from pycomm.extension import c10d
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from torch.utils.hooks import RemovableHandle
+    from collections.abc import Iterable, Sequence
 
     from pycomm.ddp import DistributedDataParallel
+
+
+def refuse(ddp: DistributedDataParallel, problem: str) -> NoReturn:
+    """Raises GradientError here and, where this rank is waited for, AbortedError with the same words."""
+    communicator = find_communicator(ddp.process_group)
+    if communicator is not None:
+        communicator.abort(problem)
+    _raise(ddp, problem)
+
+
+def _raise(ddp: DistributedDataParallel, problem: str) -> NoReturn:
+    error = GradientError(f"rank {dist.get_rank(ddp.process_group)}: {problem}")
+    if ddp.logger is not None:
+        ddp.logger.set_error_and_log(f"{type(error)}: {error}")
+    raise error
 
 
 # ---- construction ---------------------------------------------------------------------------------------------------
 
 
 def check_models_agree(
-    module: nn.Module, process_group: dist.ProcessGroup | None, device_mesh: Any
+    module: nn.Module,
+    process_group: dist.ProcessGroup | None,
+    device_mesh: Any,
+    with_buffers: bool,
 ) -> None:
-    """Collective: raises MismatchError on every rank if the ranks' parameters differ.
+    """Collective: raises MismatchError on every rank if the ranks' parameters, or buffers, differ.
 
     Compared are number, names, shapes, strides, dtypes and requires_grad, in order. Costs a small
     all-gather, and two more if something differs.
     """
     group = _group_of(process_group, device_mesh)
-    if group is None or any(isinstance(p, UninitializedParameter) for p in module.parameters()):
+    if group is None or any(map(is_lazy, module.parameters())):
         return  # torch's constructor has the words for these
     if dist.get_rank(group) < 0:
         raise InvalidArgument(
             f"rank {dist.get_rank()} wraps a module with a process group that it is not a member of"
         )
-    description = _describe_parameters(module)
+    description = _describe(module.named_parameters(), module)
+    if with_buffers:
+        description += _describe(module.named_buffers(), module)
     encoded = json.dumps(description).encode()
     digest = hashlib.sha256(encoded).digest()
     digests = _all_gather_bytes(digest, group)
@@ -67,20 +93,20 @@ def _group_of(
     return dist.group.WORLD if dist.is_initialized() else None
 
 
-def _describe_parameters(module: nn.Module) -> list[list[str]]:
+def _describe(named: Iterable[tuple[str, torch.Tensor]], module: nn.Module) -> list[list[str]]:
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     return [
         [
             name,
-            f"shape {list(p.shape)}, strides {_strides(p)}, {p.dtype}, requires_grad={p.requires_grad}",
+            f"shape {list(t.shape)}, strides {_strides(t)}, {t.dtype}, requires_grad={t.requires_grad}",
         ]
-        for name, p in module.named_parameters()
-        if name not in ignored
+        for name, t in named
+        if name not in ignored and not is_lazy(t)
     ]
 
 
-def _strides(parameter: torch.Tensor) -> list[int]:
-    return list(parameter.stride()) if parameter.layout == torch.strided else []
+def _strides(tensor: torch.Tensor) -> list[int]:
+    return list(tensor.stride()) if tensor.layout == torch.strided else []
 
 
 def _all_gather_bytes(data: bytes, group: dist.ProcessGroup) -> list[bytes]:
@@ -93,7 +119,7 @@ def _all_gather_bytes(data: bytes, group: dist.ProcessGroup) -> list[bytes]:
 
 
 def _first_difference(models: list[list[list[str]]], group: dist.ProcessGroup) -> str:
-    """Names the first parameter in which a rank differs from the group's rank 0."""
+    """Names the first parameter or buffer in which a rank differs from the group's rank 0."""
     rank = dist.get_rank(group)
     for index in range(max(map(len, models))):
         rows = [model[index] if index < len(model) else None for model in models]
@@ -103,8 +129,8 @@ def _first_difference(models: list[list[list[str]]], group: dist.ProcessGroup) -
             f"rank {r}: {f'{row[0]} ({row[1]})' if row else 'none'}" for r, row in enumerate(rows)
         ]
         return (
-            f"rank {rank}: the ranks wrap different models, with {', '.join(str(len(m)) for m in models)} parameters; "
-            f"parameter {index} is on {'; '.join(texts)}. Build the same model on every rank."
+            f"rank {rank}: the ranks wrap different models, of {', '.join(str(len(m)) for m in models)} parameters and "
+            f"buffers; number {index} is on {'; '.join(texts)}. Build the same model on every rank."
         )
     raise AssertionError("unreachable: digests differ but the descriptions do not")
 
@@ -116,146 +142,220 @@ class ParameterWatch:
     """Notices parameters that are no longer those that were wrapped: their gradients would stay local."""
 
     def __init__(self, module: nn.Module, ignored: set[str]) -> None:
-        self._entries = [
-            (
-                f"{prefix}.{key}" if prefix else key,
-                owner._parameters,
-                key,
-                p,
-                p.requires_grad,
-                p.dtype,
-                p.device,
-            )
-            for prefix, owner in module.named_modules()
-            for key, p in owner._parameters.items()
-            if p is not None and (f"{prefix}.{key}" if prefix else key) not in ignored
-        ]
+        self._module = module
+        self._ignored = ignored
+        self._names, self._parameters = self._named_parameters()
+        self._wrapped = {id(p) for p in self._parameters}
+        self._before = [_traits_in_words(p) for p in self._parameters]
+        self._traits = c10d.ParameterWatch(self._parameters)
+        self._record_structure()
 
-    def check(self) -> None:
-        """Raises RuntimeError naming the first changed parameter. About 0.2 us a parameter."""
-        for name, owner, key, parameter, requires_grad, dtype, device in self._entries:
-            current = owner.get(key)
-            if not isinstance(current, nn.Parameter):
-                continue  # removed, or a tensor of torch.func.functional_call, which gets the gradient
-            if current is not parameter:
-                change = "replaced by another Parameter"
-            elif current.dtype != dtype or current.device != device:
-                change = f"changed from {dtype} on {device} to {current.dtype} on {current.device}"
-            elif current.requires_grad and not requires_grad:
-                change = "unfrozen"
-            else:
-                continue
-            raise RuntimeError(
-                f"rank {dist.get_rank()}: parameter {name} was {change} after wrapping in DistributedDataParallel; its "
-                "gradient would not be reduced. Change the module first and wrap it then."
+    def problem(self) -> str | None:
+        """What is wrong with a parameter, by its name. About 0.1 us a parameter."""
+        members = self._members_now()
+        same = len(members) == len(self._members)
+        if not same or not all(map(operator.is_, members, self._members)):
+            self._record_structure()
+        for name, parameter in self._others:
+            if parameter.requires_grad:
+                change = "replaced by another Parameter" if name in self._names else "added"
+                return self._describe(name, change)
+        for index in self._traits.changed():
+            now = _traits_in_words(self._parameters[index])
+            return self._describe(
+                self._names[index], f"changed from {self._before[index]} to {now}"
             )
+        return None
+
+    def _named_parameters(self) -> tuple[list[str], list[nn.Parameter]]:
+        """Those that DDP manages. In a torch.func.functional_call others than Parameters take their places."""
+        found = [
+            (name, p)
+            for name, p in self._module.named_parameters()
+            if name not in self._ignored and isinstance(p, nn.Parameter)
+        ]
+        return [name for name, _ in found], [p for _, p in found]
+
+    def _record_structure(self) -> None:
+        modules = list(self._module.modules())
+        self._containers = [d for m in modules for d in (m._modules, m._parameters)]
+        self._members = self._members_now()
+        found = zip(*self._named_parameters(), strict=True)
+        self._others = [(name, p) for name, p in found if id(p) not in self._wrapped]
+
+    def _members_now(self) -> list[Any]:
+        return [member for container in self._containers for member in container.values()]
+
+    @staticmethod
+    def _describe(name: str, change: str) -> str:
+        return (
+            f"parameter {name} was {change} after wrapping in DistributedDataParallel; its gradient would not be "
+            "averaged. Change the module first and wrap it then."
+        )
+
+
+def _traits_in_words(parameter: torch.Tensor) -> str:
+    frozen = "" if parameter.requires_grad else ", frozen"
+    return f"{parameter.dtype} {list(parameter.shape)} on {parameter.device}{frozen}"
 
 
 # ---- backward -------------------------------------------------------------------------------------------------------
 
+#: What C++ calls each problem, and how to say it.
+_PROBLEMS = {
+    "twice": (
+        "backward() brought the gradients of {names} twice since the last forward, and they are averaged once. Add the "
+        "losses and call backward() once after each forward; with activation checkpointing use use_reentrant=False, or "
+        "static_graph=True."
+    ),
+    "late": (
+        "backward() went through a forward whose gradients DistributedDataParallel had already averaged; the new "
+        "gradients of {names} are local. Call forward again before each backward, or add the losses and call backward "
+        "once."
+    ),
+    "unseen": (
+        "backward() brought the gradients of {names}, which find_unused_parameters=True had found unused: they are "
+        "used outside of the forward, or it returned tensors in objects of another kind than tuples, lists, dicts and "
+        "dataclasses. Return such objects, or set find_unused_parameters=False."
+    ),
+    "more": (
+        "Your training graph has changed in this iteration: backward() brought more gradients of {names} than in the "
+        "first one. With static_graph=True each iteration must use the parameters as the first one did."
+    ),
+    "fewer": (
+        "Your training graph has changed in this iteration: backward() brought fewer gradients of {names} than in the "
+        "first one. With static_graph=True each iteration must use the parameters as the first one did."
+    ),
+    "unreached": (
+        "the gradients of {names} were not averaged: with static_graph=True the first backward() must go through what "
+        "forward returned, in tensors or tuples, lists and dicts of them."
+    ),
+    "restricted": (
+        "backward(inputs=...) left out the gradients of {names}, so DistributedDataParallel cannot average those of "
+        "their buckets. Call backward() without inputs=, or torch.autograd.grad for gradients that stay local."
+    ),
+    "missing": (
+        "backward() ended without the gradients of {names}, so DistributedDataParallel cannot average those of their "
+        "buckets. Use these parameters in each forward and loss, on each rank, or set find_unused_parameters=True and "
+        "return tensors, or tuples, lists and dicts of them, from forward."
+    ),
+    "interrupted": (
+        "an error ended the last backward() before the gradients of {names} came, so DistributedDataParallel has not "
+        "averaged those of their buckets. To go on after such an error, on every rank: make a new process group, call "
+        "model._update_process_group(group), and set the gradients to zero."
+    ),
+}
+
 
 class BackwardWatch:
-    """Notices gradients that were computed but not reduced.
+    """Notices gradients that were computed but not reduced, and parameters for which other ranks would wait in vain.
 
-    The Reducer is armed by a synchronised forward and done when all its buckets are. Hooks on the
-    forward's outputs tell when a backward begins, hooks on the parameters which gradients it
-    accumulates, an engine callback when it has ended. Not used with static_graph, where the Reducer
-    itself watches.
+    The work is done in C++ (csrc/c10d/backward_watch.h); here are the words. Not used with the Python reducer and mixed
+    precision.
     """
 
-    def __init__(self, ddp: DistributedDataParallel) -> None:
+    def __init__(self, ddp: DistributedDataParallel, parameters: Sequence[torch.Tensor]) -> None:
         self._ddp = weakref.ref(ddp)
-        self._armed = False
-        self._reached: list[
-            torch.autograd.graph.Node
-        ] = []  # outputs that this backward came through
-        self._accumulated: set[int] = set()  # ids of the parameters whose gradients it added to
-        parameters = ddp._build_params_for_reducer()[0]
-        handles = [p.register_post_accumulate_grad_hook(self._noted()) for p in parameters]
-        weakref.finalize(ddp, _remove_all, handles)
+        names = {id(p): name for name, p in ddp.module.named_parameters()}
+        self._names = [names[id(p)] for p in parameters]
+        self._in_use = not ddp._use_python_reducer and ddp.mixed_precision is None
+        report = functools.partial(_report, self._ddp, self._names)
+        watched = list(parameters) if self._in_use else []
+        self._late = config().ddp_missing == "step"
+        self._watch = c10d.BackwardWatch(watched, late=self._late, report=report)
+        _watch_optimizers()
+        _all_watches.add(self)
 
-    def _noted(self) -> Callable[[torch.Tensor], None]:
-        accumulated = self._accumulated
-        return lambda parameter: accumulated.add(id(parameter))
+    def attach(self) -> None:
+        """To be called when the Reducer is there."""
+        ddp = self._ddp()
+        if ddp is not None and self._in_use:
+            self._watch.attach(ddp.reducer)
+
+    def stop(self) -> None:
+        """Notices nothing from now on."""
+        self._in_use = False
+        self._watch.stop()
+
+    def forward_begins(self) -> None:
+        """To be called before every synchronised forward."""
+        if self._in_use:
+            self._watch.forward_begins()
 
     def forward_ended(self, output: Any) -> None:
-        """To be called after every synchronised forward, with what it returned."""
-        ddp = self._ddp()
-        if ddp is None or ddp.static_graph or ddp._use_python_reducer:
-            return
-        self._armed = True
-        self._reached = []
-        for tensor in torch.nn.parallel.distributed._find_tensors(output):
-            if tensor.requires_grad and tensor.grad_fn is not None:
-                node = tensor.grad_fn
-                tensor.register_hook(lambda grad, node=node: self._backward_reached(node))
+        """To be called after it, with what it returned."""
+        if self._in_use:
+            self._watch.forward_ended(_tensors_in(output))
 
-    def _backward_reached(self, node: torch.autograd.graph.Node) -> None:
-        if not self._reached:
-            self._accumulated.clear()
-            engine = torch.autograd.Variable._execution_engine
-            # Twice, so that it runs behind the Reducer's own callback, which is queued during backward.
-            engine.queue_callback(lambda: engine.queue_callback(self._backward_ended))
-        self._reached.append(node)
-
-    def _backward_ended(self) -> None:
-        ddp, reached, self._reached = self._ddp(), self._reached, []
-        if ddp is None or not self._accumulated:  # torch.autograd.grad accumulates nothing
-            return
-        if not self._armed:
-            raise RuntimeError(
-                f"rank {dist.get_rank()}: backward() through a forward whose gradients "
-                "DistributedDataParallel had already reduced; the new gradients of "
-                f"{self._names(ddp)} are local. Call forward again before each backward, or add "
-                "the losses and call backward once."
-            )
+    def problem(self) -> str | None:
+        """What the last backward has left undone, in our words and torch's."""
+        kind, ddp = self._watch.unfinished(), self._ddp()
+        if kind is None or ddp is None:
+            return None
+        words = _in_words(kind, [self._names[index] for index in self._watch.unfinished_indices()])
         try:
             ddp.reducer._check_reducer_finalized()
-            self._armed = False
-        except RuntimeError:
-            self._refuse_partial_reduction(ddp, reached)
+        except RuntimeError as error:
+            words += f"\n{error}"
+        return words
 
-    def _refuse_partial_reduction(
-        self, ddp: DistributedDataParallel, reached: list[torch.autograd.graph.Node]
-    ) -> None:
-        """Raises if gradients were left out that this backward could have computed.
+    def check_before_forward(self) -> None:
+        """Raises GradientError if the last backward has left something undone."""
+        problem, ddp = self.problem(), self._ddp()
+        if problem is None or ddp is None:
+            return
+        if self._late:
+            _raise(ddp, problem)  # as torch: the group lives on
+        refuse(ddp, problem)
 
-        Parameters that it could not reach may belong to a second loss, with a backward of its own; if not, torch's next
-        forward says so.
-        """
-        reachable = {id(variable) for variable in _leaves(reached)}
-        names = {id(p): name for name, p in ddp.module.named_parameters()}
-        left_out = [
-            names.get(id(p), "?")
-            for p in ddp._build_params_for_reducer()[0]
-            if id(p) not in self._accumulated and (ddp.find_unused_parameters or id(p) in reachable)
-        ]
-        if left_out:
-            raise RuntimeError(
-                f"rank {dist.get_rank()}: backward() ended without the gradients of {', '.join(left_out)}, so "
-                "DistributedDataParallel has not reduced all buckets and gradients differ between ranks. Do not pass "
-                "inputs= to backward(), and return only tensors in tuples, lists and dicts from forward."
-            )
-
-    def _names(self, ddp: DistributedDataParallel) -> str:
-        names = [n for n, p in ddp.module.named_parameters() if id(p) in self._accumulated]
-        return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    def check_before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises GradientError if the optimizer would use gradients of which some are not averaged."""
+        if self._watch.unfinished() is None or not self._watch.is_between_backwards():
+            return  # within a backward an optimizer may step bucket by bucket
+        problem, ddp = self.problem(), self._ddp()
+        if problem is None or ddp is None:
+            return
+        managed = {id(p) for p in ddp.module.parameters()}
+        if any(id(p) in managed for group in optimizer.param_groups for p in group["params"]):
+            refuse(ddp, problem)
 
 
-def _remove_all(handles: list[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
+def _tensors_in(output: Any) -> list[torch.Tensor]:
+    """The tensors that torch finds in what a forward returned or, in an object unknown to it, in its attributes."""
+    tensors = list(_find_tensors(output))
+    return tensors or list(_find_tensors(getattr(output, "__dict__", None)))
 
 
-def _leaves(nodes: list[torch.autograd.graph.Node]) -> Iterator[torch.Tensor]:
-    """The leaf tensors of the graph behind the nodes."""
-    seen: set[torch.autograd.graph.Node] = set()
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            yield node.variable
-        stack.extend(following for following, _ in node.next_functions if following is not None)
+def _report(
+    ddp_weakref: weakref.ref[DistributedDataParallel],
+    names: list[str],
+    kind: str,
+    indices: list[int],
+) -> None:
+    """What C++ calls when it has noticed something during a backward."""
+    ddp = ddp_weakref()
+    if ddp is not None:
+        refuse(ddp, _in_words(kind, [names[index] for index in indices]))
+
+
+def _in_words(kind: str, names: list[str]) -> str:
+    some = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return _PROBLEMS[kind].format(names=some)
+
+
+# ---- optimizers -----------------------------------------------------------------------------------------------------
+
+_all_watches: weakref.WeakSet[BackwardWatch] = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """Lets every optimizer ask, before its step, whether gradients are missing. Once for all of them."""
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    for watch in list(_all_watches):
+        watch.check_before_step(optimizer)

@@ -27,3 +27,11 @@ class PeerDiedError(Error):
 
 class AbortedError(Error):
     """The communicator was aborted, or had ended before this call."""
+
+
+class GradientError(Error):
+    """Gradients of a DistributedDataParallel module cannot be averaged, and would differ between ranks.
+
+    Raised where this is noticed, and names the parameters. Ranks that wait for this one get AbortedError with the same
+    words.
+    """

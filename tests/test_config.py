@@ -37,6 +37,7 @@ def test_values_are_read_with_their_types() -> None:
         "PYCOMM_CHANNEL_BYTES": "65536",
         "PYCOMM_SINGLE_COPY": "never",
         "PYCOMM_DDP_OVERLAP": "0",
+        "PYCOMM_DDP_MISSING": "step",
     }
     assert Config.from_environment(environment) == Config(
         slot_bytes=8192,
@@ -47,6 +48,7 @@ def test_values_are_read_with_their_types() -> None:
         channel_bytes=65536,
         single_copy="never",
         ddp_overlap="0",
+        ddp_missing="step",
     )
 
 
@@ -71,6 +73,7 @@ def test_integers_must_be_integers(name: str, text: str) -> None:
     [
         ("PYCOMM_STREAMING", "auto, never, always"),
         ("PYCOMM_DDP_OVERLAP", "auto, 0, 1"),
+        ("PYCOMM_DDP_MISSING", "backward, step"),
     ],
 )
 def test_choices_must_be_among_the_known(name: str, allowed: str) -> None:

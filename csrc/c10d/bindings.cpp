@@ -9,7 +9,9 @@
 
 #include "../interrupt.h"
 #include "backend.h"
+#include "backward_watch.h"
 #include "errors.h"
+#include "parameter_watch.h"
 
 namespace pycomm {
 
@@ -64,6 +66,26 @@ void register_translator() {
       PyErr_SetString(error.python_type(), error.what());
     }
   });
+}
+
+// A Python function, called by threads of autograd, that raises what a backward shall raise.
+BackwardWatch::Report report_to(py::function function) {
+  const std::shared_ptr<py::function> shared(new py::function(std::move(function)),
+                                             [](py::function* pointer) {
+                                               py::gil_scoped_acquire gil;
+                                               delete pointer;
+                                             });
+  return [shared](const char* problem, const std::vector<size_t>& indices) {
+    py::gil_scoped_acquire gil;
+    try {
+      (*shared)(problem, indices);
+    } catch (py::error_already_set& raised) {
+      raised.restore();
+      python_error error;
+      error.persist();
+      throw error;
+    }
+  };
 }
 
 constexpr const char* kCapsule = "pycomm.Communicator";
@@ -121,6 +143,24 @@ PYBIND11_MODULE(_c10d, m) {
             self.communicator = communicator_from(communicator);
           },
           py::arg("communicator"), "Not while a backward runs.");
+
+  py::class_<BackwardWatch, std::shared_ptr<BackwardWatch>>(m, "BackwardWatch")
+      .def(py::init([](const std::vector<at::Tensor>& parameters, bool late, py::function report) {
+             return std::make_shared<BackwardWatch>(parameters, late, report_to(std::move(report)));
+           }),
+           py::arg("parameters"), py::arg("late"), py::arg("report"))
+      .def("attach", &BackwardWatch::attach, py::arg("reducer"))
+      .def("stop", &BackwardWatch::stop)
+      .def("forward_begins", &BackwardWatch::forward_begins)
+      .def("forward_ended", &BackwardWatch::forward_ended, py::arg("outputs"))
+      .def("unfinished", &BackwardWatch::unfinished)
+      .def("unfinished_indices", &BackwardWatch::unfinished_indices)
+      .def("is_between_backwards", &BackwardWatch::is_between_backwards);
+
+  py::class_<ParameterWatch>(m, "ParameterWatch")
+      .def(py::init<std::vector<at::Tensor>>(), py::arg("parameters"))
+      .def("changed", &ParameterWatch::changed);
+
   m.def(
       "register_average_hook",
       [](c10d::Reducer& reducer, std::shared_ptr<HookTarget> target, bool async_op) {

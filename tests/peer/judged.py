@@ -58,7 +58,6 @@ _MONITORED: Final = (
     "its error in torch 2.13.0: monitored_barrier is only implemented for GLOO backend; the tests pass with 2.14.1",
     "2.14",
 )
-
 EXEMPT: Final = (
     Exempt(
         "test_ddp_logging_data_cpu",
@@ -68,6 +67,13 @@ EXEMPT: Final = (
         "Gloo under another name (`register_backend` with a creator of ProcessGroupGloo) fails it alike",
     ),
     *(Exempt(test, "pycomm", *_MONITORED) for test in MONITORED),
+    Exempt(
+        "test_invalid_static_graph",
+        "pycomm",
+        "after a backward that failed the test wants the next forward to speak of parameters without a gradient, where "
+        "pycomm speaks of the backward that failed",
+        "its error: an error ended the last backward() before the gradients of lin1.weight came",
+    ),
     *(Exempt(test, "gloo", *_GLOO) for test in ALL_TO_ALL),
 )
 
