@@ -58,6 +58,27 @@ void bind_errors() {
   });
 }
 
+// Threads that Python does not know must not ask for the GIL: it may be gone.
+void bind_failure_hook(py::module_& m) {
+  m.def(
+      "set_failure_hook",
+      [](const py::function& hook) {
+        static py::handle kept;  // for the process's life
+        kept = hook.inc_ref();
+        failure_hook() = [](const std::string& report) {
+          if (!Py_IsInitialized() || !PyGILState_GetThisThreadState()) return;
+          py::gil_scoped_acquire gil;
+          const py::error_scope pending;
+          try {
+            kept(report);
+          } catch (py::error_already_set& error) {
+            error.discard_as_unraisable("pycomm's failure hook");
+          }
+        };
+      },
+      py::arg("hook"), "hook(report) is called when an operation fails on this rank.");
+}
+
 // Lets Ctrl-C and other signal handlers end a blocking call. Handlers run on the main thread only;
 // elsewhere this is void.
 void check_signals() {
@@ -195,6 +216,7 @@ void bind_shm(py::module_& m) {
   set_interrupt_check(check_signals);
   bind_call_sites(m);
   bind_test_fault(m);
+  bind_failure_hook(m);
   py::module_::import("atexit").attr("register")(py::cpp_function(end_all_communicators));
   py::class_<ShmOffer>(m, "ShmOffer", "Rank 0's side of the rendezvous of a host's ranks.")
       .def(py::init([](int world_size, int64_t slot_bytes, int slots, const std::string& streaming,

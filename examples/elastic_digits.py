@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,10 +34,12 @@ from torch import nn
 from torch.nn import functional
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import OneCycleLR
-from train_digits import load_data, make_model, threads_per_rank
 
 import pycomm
 from pycomm import checkpoint
+
+sys.path.insert(0, str(Path(__file__).parent))
+from train_digits import load_data, make_model, threads_per_rank
 
 EPILOG = """exit codes:
   0  trained, and the test accuracy is at least --min-accuracy
@@ -62,10 +65,10 @@ class Training:
         self.optimizer = AdamW(self.module.parameters(), lr=args.lr)
         self.schedule = OneCycleLR(self.optimizer, args.lr, total_steps=self.steps)
         self.step = 0
-        self.losses: dict[int, float] = {}
 
     @property
     def is_at_epochs_end(self) -> bool:
+        """Whether the step before was an epoch's last."""
         return self.step % self.steps_per_epoch == 0
 
     def share(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,6 +111,7 @@ class Training:
     # ---- state
 
     def state(self) -> dict[str, Any]:
+        """All that the next step depends on."""
         return {
             "step": self.step,
             "module": self.module.state_dict(),
@@ -116,6 +120,7 @@ class Training:
         }
 
     def load(self, state: dict[str, Any]) -> None:
+        """Takes over such a state."""
         self.step = state["step"]
         self.module.load_state_dict(state["module"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -144,6 +149,7 @@ class Seat:
     """Where this process stands in the job; ranks change, the process stays."""
 
     store: dist.Store | None  # where newcomers ask for a seat; None under torchrun
+    full: int = 0  # ranks below which the end of an epoch waits for a newcomer
     generation: int = 0
     events: list[str] = field(default_factory=list)
 
@@ -172,13 +178,23 @@ class Seat:
         self.store.wait([f"seat {ticket}"], timedelta(minutes=5))
         self.join(*map(int, self.store.get(f"seat {ticket}").split()))
 
+    def tickets_after(self, admitted: int, world_size: int) -> int:
+        """How many have asked. A demonstration's newcomer is waited for: a training of seconds would be over."""
+        assert self.store is not None
+        expected = admitted + (world_size < self.full)
+        deadline = time.monotonic() + 60
+        while (asked := self.store.add("asked", 0)) < expected and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return asked
+
     def admit(self) -> bool:
         """Collective: gives seats to those who ask. Whether the group has changed."""
         assert self.store is not None
         rank, world_size = dist.get_rank(), dist.get_world_size()
         tickets = torch.zeros(2, dtype=torch.int64)  # admitted before, and now
         if rank == 0:
-            tickets[0], tickets[1] = self.store.add("admitted", 0), self.store.add("asked", 0)
+            tickets[0] = self.store.add("admitted", 0)
+            tickets[1] = self.tickets_after(int(tickets[0]), world_size)
         dist.broadcast(tickets, 0)
         before, now = tickets.tolist()
         if before == now:
@@ -248,7 +264,8 @@ def run_rank(args: argparse.Namespace) -> int:
         resume(training, args.out / "checkpoints", seat)
     else:
         host, _, port = address.partition(":")
-        seat = Seat(dist.TCPStore(host, int(port), is_master=False, timeout=TIMEOUT))
+        store = dist.TCPStore(host, int(port), is_master=False, timeout=TIMEOUT)
+        seat = Seat(store, args.ranks if args.rejoin else 0)
         if os.environ["RANK"] == "newcomer":
             seat.ask()
         else:
@@ -313,6 +330,7 @@ def start_ranks(args: argparse.Namespace) -> int:
     """Starts the ranks and serves the Store where newcomers ask; it does nothing else."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
     doomed = args.kill.partition("@")[0]
+    shutil.rmtree(args.out / "checkpoints", ignore_errors=True)  # of an earlier run
 
     def start(rank: str) -> subprocess.Popen[bytes]:
         names = {"RANK": rank, "ELASTIC_STORE": f"127.0.0.1:{store.port}"}

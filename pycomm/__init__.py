@@ -16,6 +16,7 @@ from pycomm.errors import (
     TimeoutError,
 )
 from pycomm.extension import core as _core_module
+from pycomm.flight import install, stats
 from pycomm.memory import empty
 from pycomm.recovery import shrink
 from pycomm.rendezvous import create_communicator
@@ -38,6 +39,8 @@ __all__ = [
     "empty",
     "get_communicator",
     "shrink",
+    "stats",
 ]
 
 register()
+install()

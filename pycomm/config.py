@@ -6,6 +6,7 @@ Rank 0's settings of the shared segment hold for all ranks. ``python -m pycomm.c
 from __future__ import annotations
 
 import os
+import signal
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -58,6 +59,15 @@ class Config:
     )
     records: int = _setting(
         512, "Operations per rank that the flight recorder remembers; a power of two."
+    )
+    trace_dir: str = _setting(
+        "",
+        "Where the flight recorder is dumped when an operation fails, or on a signal; `python -m pycomm.trace DIR` "
+        "reads it. Empty: nowhere.",
+    )
+    trace_signal: str = _setting(
+        "SIGUSR2",
+        "The signal that makes a rank dump, if PYCOMM_TRACE_DIR is set and nobody handles it.",
     )
     call_sites: str = _setting(
         "auto",
@@ -125,6 +135,10 @@ class Config:
             ) from None
 
     def __post_init__(self) -> None:
+        if not isinstance(getattr(signal, self.trace_signal, None), signal.Signals):
+            raise ValueError(
+                f"PYCOMM_TRACE_SIGNAL must be a signal's name, like SIGUSR2, not {self.trace_signal!r}"
+            )
         for name, allowed in {
             "streaming": ("auto", "never", "always"),
             "single_copy": ("auto", "never", "always"),

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from pycomm.backend import get_communicator
 from pycomm.errors import InvalidArgument, MismatchError, PeerDiedError
 from pycomm.extension import core
+from pycomm.flight import report_all_failures
 
 if TYPE_CHECKING:
     from pycomm._core import Communicator
@@ -32,7 +33,7 @@ def shrink(
 
     ``ranks`` are ranks of the present default group, whose CPU backend must be pycomm, and the same on all of them;
     None means those whose processes have not ended and that have not left, and agrees on them. The new ranks count from
-    0 in the same order. What is under way on the old group, on any rank, ends with AbortedError, so a rank that is waiting
+    0 in the same order. What is under way on the old group, on any rank, ends with AbortedError, so a rank that waits
     there comes here, too. All other process groups are destroyed, as by ``destroy_process_group``; make them anew, and
     wrap models in DistributedDataParallel anew (or give it the new group by ``_update_process_group``).
 
@@ -99,12 +100,14 @@ def _serve_store(communicator: Communicator, timeout: timedelta) -> dist.Store:
 
 def farewell() -> str:
     """What peers should hear if this rank leaves its group now: the exception that makes it leave, or nothing."""
-    error = sys.exception() if hasattr(sys, "exception") else sys.exc_info()[1]
+    report_all_failures()
+    error = sys.exc_info()[1]
     return "" if error is None else _in_words(error)
 
 
 def last_words() -> str:
     """The same at the process's exit: the exception that nobody caught."""
+    report_all_failures()
     error = getattr(sys, "last_value", None)
     return "" if error is None else _in_words(error)
 

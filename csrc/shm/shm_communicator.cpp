@@ -159,6 +159,7 @@ void ShmCommunicator::fail(ErrorKind kind, const std::string& message) {
   finish(true);
   failed_ = true;
   record_abort(kind, message);
+  tell_failure(failure_report());
 }
 
 // ---- the end of a wait
