@@ -13,7 +13,7 @@ SANITIZE := tests/cpp/run.sh
 
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: build demo test peer clients bench bench-peers lint format sanitize clean
+.PHONY: build demo elastic test faults peer clients bench bench-peers lint format sanitize clean
 
 $(INSTALLED): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -31,6 +31,14 @@ demo: build
 
 test: build
 	$(BIN)/python -m pytest $(ARGS)
+
+# A training of which one rank is killed, and another one joins.
+elastic: build
+	$(BIN)/python examples/elastic_digits.py --kill 1@40 --rejoin $(ARGS)
+
+# The whole fault matrix, of which `test` runs a third.
+faults: build
+	$(BIN)/python tests/faults.py $(ARGS)
 
 # torch's own distributed tests, with pycomm in Gloo's place; all worlds run before a failure ends it.
 peer: build $(VENV)/.installed-peer

@@ -259,6 +259,7 @@ std::shared_ptr<Pending> Communicator::queue(std::function<void()> work, bool as
 
 std::shared_ptr<Pending> Communicator::submit(Request request, bool async,
                                               std::shared_ptr<void> keep_alive) {
+  check_process();
   check(request);
   if (runs_at_once(async)) {
     execute_in_turn(request);
@@ -272,6 +273,7 @@ std::shared_ptr<Pending> Communicator::submit(Request request, bool async,
 }
 
 std::shared_ptr<Pending> Communicator::run_together(std::function<void()> work, bool async) {
+  check_process();
   if (!runs_at_once(async)) return queue(std::move(work), async);
   work();
   return nullptr;

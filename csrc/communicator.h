@@ -181,6 +181,8 @@ class Communicator {
 
  protected:
   virtual void execute(const Request& request) = 0;
+  // Throws in a process that may not use it: its worker is not there.
+  virtual void check_process() const = 0;
   // Of an operation or message that is done; `started`, `met` and `finished` in ticks.
   void count(Operation operation, int64_t bytes, uint64_t started, uint64_t met, uint64_t finished);
   void check(const Request& request) const;

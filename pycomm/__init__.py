@@ -16,7 +16,7 @@ from pycomm.errors import (
     TimeoutError,
 )
 from pycomm.extension import core as _core_module
-from pycomm.flight import install, stats
+from pycomm.flight import stats
 from pycomm.memory import empty
 from pycomm.recovery import shrink
 from pycomm.rendezvous import create_communicator
@@ -43,4 +43,3 @@ __all__ = [
 ]
 
 register()
-install()

@@ -159,16 +159,6 @@ def config() -> Config:
     return Config.from_environment()
 
 
-@cache
-def apply() -> None:
-    """Hands the settings that concern the whole process to the core, once."""
-    from pycomm.extension import core
-
-    core.set_call_sites(config().call_sites)
-    if fault := Config.test_fault():
-        core.set_test_fault(**fault)
-
-
 def table() -> str:
     """The variables as a markdown table."""
     defaults = {f"PYCOMM_{f.name.upper()}": f.default for f in fields(Config)}

@@ -8,12 +8,12 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+from functools import cache
 from typing import Any
 
 import torch.distributed as dist
 
-from pycomm.backend import get_communicator
-from pycomm.config import config
+from pycomm.config import Config, config
 from pycomm.extension import core
 
 log = logging.getLogger("pycomm")
@@ -29,6 +29,8 @@ def stats(group: dist.ProcessGroup | None = None) -> dict[str, Any]:
     ("all_reduce", "send", ...). Operations of at most 16 KiB that had not to wait count as taking no time. Raises
     InvalidArgument if the group's CPU backend is not pycomm.
     """
+    from pycomm.backend import get_communicator
+
     return get_communicator(group).stats()
 
 
@@ -55,8 +57,12 @@ def report_all_failures() -> None:
             report_failure(reason)
 
 
+@cache
 def install() -> None:
-    """Arranges for dumps, once, when pycomm is imported."""
+    """Arranges for what concerns the whole process, once, before its first group is made."""
+    core.set_call_sites(config().call_sites)
+    if fault := Config.test_fault():
+        core.set_test_fault(**fault)
     core.set_failure_hook(report_failure)
     if config().trace_dir and threading.current_thread() is threading.main_thread():
         from pycomm.trace import install_signal_dump

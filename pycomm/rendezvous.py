@@ -26,9 +26,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, Protocol
 
-from pycomm.config import Config, apply, config
+from pycomm.config import Config, config
 from pycomm.errors import AbortedError, Error, InvalidArgument, MismatchError, TimeoutError
 from pycomm.extension import core
+from pycomm.flight import install
 
 if TYPE_CHECKING:
     from pycomm._core import Communicator, ShmOffer
@@ -84,7 +85,7 @@ def create_communicator(
     """
     if not 0 <= rank < world_size:
         raise InvalidArgument(f"rank {rank} is not in a world of {world_size}")
-    apply()
+    install()
     board = _Board(store, rank, world_size)
     if rank == 0:
         return _lead(board, timeout, settings or config())

@@ -12,8 +12,7 @@ namespace pycomm {
 using c10d::OpType;
 using WorkPtr = C10dBackend::WorkPtr;
 
-C10dBackend::C10dBackend(std::shared_ptr<Communicator> communicator, Split split,
-                         Farewell farewell)
+C10dBackend::C10dBackend(std::shared_ptr<Communicator> communicator, Split split, Farewell farewell)
     : Backend(communicator->rank(), communicator->world_size()),
       target_{std::move(communicator), std::make_shared<Observers>()},
       split_(std::move(split)),

@@ -105,6 +105,7 @@ void ShmCommunicator::set_farewell(const std::string& reason) {
 
 std::shared_ptr<Pending> ShmCommunicator::post(const Message& message,
                                                std::shared_ptr<void> keep_alive) {
+  check_process();
   check(message);
   check_entry();
   if (__builtin_expect(registry::note_caller(), 0)) segment_->area(rank()).many_callers = 1;
@@ -209,7 +210,6 @@ void ShmCommunicator::throw_ended(const std::string& where) const {
 // At the start of one. The first call after a failure elsewhere reports its kind, later ones that
 // all is over.
 void ShmCommunicator::check_entry() {
-  if (__builtin_expect(is_forked(), 0)) throw_forked();
   PYCOMM_CHECK(!closing_, kAborted, "rank ", rank(), ": this communicator has been shut down");
   const AbortRecord& record = segment_->head().abort;
   const bool recorded = load_acquire(record.state.value) == kSet;
@@ -266,7 +266,7 @@ std::string ShmCommunicator::failure_report() const {
 }
 
 void ShmCommunicator::abort(const std::string& reason) {
-  if (is_forked()) throw_forked();
+  check_process();
   record_abort(ErrorKind::kAborted, concat("rank ", rank(), " aborted: ", reason));
 }
 

@@ -64,6 +64,9 @@ class ShmCommunicator : public Communicator, private Watch {
 
  protected:
   void execute(const Request& request) override;
+  void check_process() const override {
+    if (__builtin_expect(is_forked(), 0)) throw_forked();
+  }
 
  private:
   class SignalGuard;

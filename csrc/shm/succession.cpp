@@ -43,7 +43,7 @@ std::vector<int> ShmCommunicator::living_ranks() const {
 // Wakes whoever waits in the old group, then offers or takes the new segment.
 std::shared_ptr<Segment> ShmCommunicator::succeed(const std::vector<int>& ranks,
                                                   milliseconds timeout) {
-  if (is_forked()) throw_forked();
+  check_process();
   const auto me = std::find(ranks.begin(), ranks.end(), rank());
   PYCOMM_CHECK(me != ranks.end(), kInvalidArgument, "rank ", rank(), ": shrink(", text(bits(ranks)),
                ") leaves this rank out; only the ranks that go on may call it");
