@@ -58,7 +58,8 @@ class Config:
         "kernel lets all of them: auto (by measured flag latency), never, always.",
     )
     records: int = _setting(
-        512, "Operations per rank that the flight recorder remembers; a power of two."
+        512,
+        "Operations per rank that the flight recorder remembers; a power of two, or 0: no recorder, no stats().",
     )
     trace_dir: str = _setting(
         "",

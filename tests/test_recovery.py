@@ -50,7 +50,8 @@ def test_survivors_go_on(culprit: int, explicit: bool) -> None:
         group = pycomm.shrink([r for r in range(n) if r != culprit] if explicit else None)
         x, y = ones(1 << 18), ones()
         dist.all_reduce(x, group=group)
-        dist.all_reduce(y, group=dist.new_group([0, 1]))
+        both: Any = dist.new_group([0, 1])
+        dist.all_reduce(y, group=both)
         return dist.get_rank(), dist.get_world_size(), x[-1].item(), y[0].item()
 
     results = run(3, worker, may_die={culprit})
@@ -130,20 +131,21 @@ def test_a_forked_child_is_refused_and_the_parent_unharmed() -> None:
 
     def worker(rank: int, n: int) -> tuple[int, float]:
         communicator = pycomm.get_communicator()
-        group = dist.new_group([0, 1])
-        dist.all_reduce(ones(), async_op=True).wait()  # type: ignore[union-attr]
+        group: Any = dist.new_group([0, 1])
+        work: Any = dist.all_reduce(ones(), async_op=True)
+        work.wait()
         pid = os.fork()
         if pid == 0:
             uses = [
                 lambda: dist.all_reduce(ones()),
                 lambda: dist.barrier(group),
                 lambda: communicator.all_reduce(ones()),
-                lambda: communicator.all_reduce(ones(), async_op=True).wait(),
+                lambda: communicator.all_reduce(ones(), async_op=True),
                 lambda: communicator.send(ones(), 1 - rank),
                 lambda: communicator.abort("child"),
                 lambda: pycomm.shrink([rank]),
             ]
-            answers = [str(attempt(use)) for use in uses]  # type: ignore[arg-type]
+            answers = [str(attempt(use)) for use in uses]
             dist.destroy_process_group()
             os._exit(sum("was forked from rank" not in answer for answer in answers))
         status = os.waitpid(pid, 0)[1]
@@ -256,7 +258,8 @@ def test_records_and_stats() -> None:
         x = torch.ones(2, 3)
         dist.all_reduce(x)
         dist.broadcast(torch.ones(1 << 16), 1)
-        dist.all_reduce(ones(5), async_op=True).wait()  # type: ignore[union-attr]
+        work: Any = dist.all_reduce(ones(5), async_op=True)
+        work.wait()
         if rank == 0:
             dist.send(ones(7), 1, tag=3)
         else:
@@ -401,7 +404,7 @@ def test_elastic_training_in_process(extra: list[str], tmp_path: Path) -> None:
     accuracies = []
     for name, kill in (("calm", []), ("disturbed", ["--kill", "1@20", *extra])):
         out = tmp_path / name
-        command = [sys.executable, "examples/elastic_digits.py", "--epochs", "4", "--out", out]
+        command = [sys.executable, "examples/elastic_digits.py", "--epochs", "4", "--out", str(out)]
         subprocess.run(
             [*command, "--min-accuracy", "0.5", *kill], cwd=ROOT, check=True, timeout=120
         )

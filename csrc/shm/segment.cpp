@@ -83,9 +83,9 @@ std::shared_ptr<Segment> Segment::create(int world_size, const ShmConfig& config
                    (config.channel_bytes & (config.channel_bytes - 1)) == 0,
                kInvalidArgument, "channel_bytes must be a power of two between ", kPageBytes,
                " and ", kMaxChannelBytes, ", not ", config.channel_bytes);
-  PYCOMM_CHECK(config.records >= 1 && config.records <= kMaxRecords &&
+  PYCOMM_CHECK(config.records >= 0 && config.records <= kMaxRecords &&
                    (config.records & (config.records - 1)) == 0,
-               kInvalidArgument, "records must be a power of two between 1 and ", kMaxRecords,
+               kInvalidArgument, "records must be 0 or a power of two up to ", kMaxRecords,
                ", not ", config.records);
   const int64_t bytes = total_bytes(world_size, config);
   const int fd = memfd_create("pycomm", MFD_CLOEXEC);

@@ -30,7 +30,7 @@ struct ShmConfig {
   Choice streaming = Choice::kAuto;    // whether slots are written past the caches
   int64_t heap_bytes = 0;              // address space per rank for shared tensors (heap.h)
   Choice single_copy = Choice::kAuto;  // whether other ranks' private memory is read, if all can
-  int32_t records = 512;               // of the flight recorder, per rank; a power of two
+  int32_t records = 512;  // of the flight recorder, per rank; a power of two, or 0 for none
   LifeSign liveness = LifeSign::kAuto;
   uint32_t check_headers = 1;  // 0: for benchmarks/overhead.py only
 };

@@ -34,6 +34,7 @@ ShmCommunicator::ShmCommunicator(std::shared_ptr<Segment> segment, int rank,
       generation_(registry::generation()),
       patience_(kCrowded),
       checks_headers_(segment_->head().config.check_headers != 0),
+      records_(segment_->head().config.records > 0),
       slots_(*segment_, rank, patience_, *this) {
   RankArea& mine = segment_->area(rank);
   sched_getaffinity(0, sizeof mine.cores, &mine.cores);
@@ -41,7 +42,7 @@ ShmCommunicator::ShmCommunicator(std::shared_ptr<Segment> segment, int rank,
   mine.probe_address = reinterpret_cast<uint64_t>(&probe_word_);
   liveness_.introduce();
   execute(Request{});  // after it, what every rank wrote of itself can be read
-  recorder_.use(segment_->records_of(rank));
+  if (records_) recorder_.use(segment_->records_of(rank));
   liveness_.begin();
   segment_->close_descriptor();
   cpu_set_t cores;
@@ -136,19 +137,21 @@ void ShmCommunicator::begin(const Request& request) {
   request_ = &request;
   limit_ = request.timeout.count() > 0 ? request.timeout : timeout();
   waiting_ = waited_ = false;
-  started_ = ticks();
-  met_ = 0;
+  met_ = started_ = 0;
   record_ = request.record;
+  if (__builtin_expect(registry::note_caller(), 0)) segment_->area(rank()).many_callers = 1;
+  if (!records_) return;
+  started_ = ticks();
   if (record_ != 0)
     recorder_.start(record_, sequence_, started_);
   else
     record_ =
         recorder_.start(request, sequence_, started_,
                         call_sites() == CallSites::kAlways ? find_call_site() : std::string());
-  if (__builtin_expect(registry::note_caller(), 0)) segment_->area(rank()).many_callers = 1;
 }
 
 void ShmCommunicator::finish(bool failed) {
+  if (!records_) return;
   // A short operation ends with the meeting, but for copying a few bytes.
   const uint64_t now = is_short() && !failed && met_ != 0 ? met_ : ticks();
   recorder_.finish(record_, now, failed);

@@ -193,6 +193,7 @@ class ShmCommunicator : public Communicator, private Watch {
   std::vector<char> scratch_;
   bool crowded_ = false;  // more ranks than cores; the same on all ranks
   const bool checks_headers_;
+  const bool records_;
   ShmSlots slots_;
   std::atomic<uint32_t> sequence_{0};  // of the operation in progress, or the last one; wraps
   int64_t until_probe_ = 0;  // bytes of large operations before the latency is measured again
