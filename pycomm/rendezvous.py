@@ -39,7 +39,7 @@ LEFT_KEY: Final = "pycomm/left"
 NO_ATTEMPT: Final = "-"
 #: Seconds in which a rank that failed before others came may come again.
 COME_AGAIN = 5.0
-#: Seconds between two looks at the Store, at first and at most, and how they grow.
+#: Seconds between two looks, at first and at most, and how they grow.
 SHORTEST_PAUSE: Final = 0.0001
 LONGEST_PAUSE: Final = 0.02
 GROWTH: Final = 1.3
@@ -271,7 +271,7 @@ class _Visitor:
         self.left_before: _Farewell | None = None
 
     def join(self) -> Communicator:
-        for look in _looks(self.deadline):
+        for look in looks(self.deadline):
             news = self.board.read(OFFER_KEY)
             if look == 0:
                 self.first = news
@@ -347,8 +347,8 @@ class _Visitor:
         )
 
 
-def _looks(deadline: float) -> Iterator[int]:
-    """Counts from 0, at once and after growing pauses, until the deadline is there."""
+def looks(deadline: float) -> Iterator[int]:
+    """Counts from 0, at once and after growing pauses, until the deadline (by time.monotonic) is there."""
     pause, look = SHORTEST_PAUSE, 0
     while True:
         yield look

@@ -27,14 +27,15 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from pycomm.errors import TimeoutError
+from pycomm.rendezvous import looks
 
 # The module; the attribute of that name of torch.distributed is a function in it.
 _torch_rendezvous: Final = importlib.import_module("torch.distributed.rendezvous")
 _MAKER: Final = "_create_c10d_store"
 _MARK_KEY: Final = "pycomm/mark"
-_PAUSE: Final = 0.005  # seconds between two tries to connect, and between two looks for a mark
 _TRY: Final = 1.0  # seconds that a try may take
-_CONNECT: Final = timedelta(seconds=2)  # how long torch may be left alone with a connection
+#: How long torch may be left alone with a connection: it looks addresses up, and a resolver may take 5 s to give up.
+_CONNECT: Final = timedelta(seconds=6)
 _UNMARKED: Final = 0.2  # seconds after which a store counts as one that no pycomm has made
 
 #: The mark of the last group's store, by address.
@@ -138,27 +139,24 @@ class _Client:
             return store
 
     def _wait_for_listener(self) -> None:
-        while True:
+        for _ in looks(self.deadline):
             try:
                 socket.create_connection(self.address, _TRY).close()
                 return
             except OSError as error:
-                if time.monotonic() > self.deadline:
-                    raise TimeoutError(self._in_vain("nobody listens there")) from error
-            time.sleep(_PAUSE)
+                reason = error
+        raise TimeoutError(self._in_vain("nobody listens there")) from reason
 
     def _wait_for_mark(self, store: dist.Store) -> None:
         came = time.monotonic()
-        while True:
+        for _ in looks(self.deadline):
             mark = store.get(_MARK_KEY) if store.check([_MARK_KEY]) else None
             if mark is not None and mark != _last_marks.get(self.address):
                 _last_marks[self.address] = mark
                 return
             if mark is None and time.monotonic() - came > _UNMARKED:
                 return
-            if time.monotonic() > self.deadline:
-                raise TimeoutError(self._in_vain("only the store of an earlier group is there"))
-            time.sleep(_PAUSE)
+        raise TimeoutError(self._in_vain("only the store of an earlier group is there"))
 
     def _in_vain(self, what: str) -> str:
         hostname, port = self.address

@@ -375,6 +375,8 @@ def make_offer(n: int) -> Any:
         heap_bytes=0,
         channel_bytes=4096,
         single_copy="auto",
+        records=8,
+        liveness="auto",
     )
 
 

@@ -535,7 +535,7 @@ void ShmCommunicator::check_parts() {
       const int64_t sent = announcement_of(from).parts[to].sends;
       const int64_t expected = announcement_of(to).parts[from].receives;
       if (__builtin_expect(sent != expected, 0))
-        throw_mismatch(concat("Rank ", from, " has ", sent, " elements for rank ", to,
+        throw_mismatch(concat("Parts differ: rank ", from, " has ", sent, " elements for rank ", to,
                               ", which expects ", expected, ". "));
     }
   const Operation operation = request_->operation;
