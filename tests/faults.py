@@ -139,10 +139,16 @@ def fail_inside(fault: str, chunk: int, act: Callable[[], None]) -> None:
     act()
 
 
-def interrupt_soon(seconds: float = 0.2) -> None:
-    """KeyboardInterrupt in the main thread, as Ctrl-C."""
+def strike(store: dist.Store) -> None:
+    """Notes when the culprit goes wrong; the clock of all processes of a machine is one."""
+    store.set("struck", repr(time.monotonic()))
+
+
+def interrupt_soon(store: dist.Store, seconds: float = 0.5) -> None:
+    """KeyboardInterrupt in the main thread, as Ctrl-C, when it will be blocked."""
 
     def handler(*_: object) -> None:
+        strike(store)
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGALRM, handler)
@@ -242,7 +248,9 @@ def work(rank: int, n: int, cell: Cell, folder: Path) -> Found | str:
     try:
         take_part(rank, n, cell, folder, store, began)
     except pycomm.Error as error:
-        found.seconds = time.monotonic() - began[0]
+        now = time.monotonic()
+        struck = float(store.get("struck")) if store.check(["struck"]) else began[0]
+        found.seconds = now - max(began[0], struck)
         found.error, found.message = type(error).__name__, str(error)
     except KeyboardInterrupt:
         found.seconds = time.monotonic() - began[0]
@@ -286,7 +294,7 @@ def take_part(
     act = actions(rank, n, cell)
     if cell.moment == "rendezvous":
         if is_culprit and cell.fault == "interrupt":
-            interrupt_soon()
+            interrupt_soon(store)
         elif is_culprit and cell.fault == "kill":
             end_process("kill")
         elif is_absent(cell, rank):
@@ -349,6 +357,7 @@ def is_absent(cell: Cell, rank: int) -> bool:
 def misbehave(cell: Cell, act: Callable[[], None], store: dist.Store, n: int) -> None:
     """The culprit, once the group is there. Returns if it is to go on like the others."""
     others = [f"over {r}" for r in range(n) if r != cell.culprit]
+    strike(store)
     match cell.fault:
         case "kill" | "segv" | "exit" | "stop":
             if cell.moment == "idle" or cell.operation == "send_recv":
@@ -369,7 +378,7 @@ def misbehave(cell: Cell, act: Callable[[], None], store: dist.Store, n: int) ->
             store.wait(others, LONG_TIME)
             raise RuntimeError("late on purpose")
         case "interrupt":
-            interrupt_soon()
+            interrupt_soon(store)
         case "abort":
             dist.distributed_c10d._abort_process_group()
             raise RuntimeError("aborted on purpose")

@@ -207,7 +207,7 @@ std::optional<ShmCommunicator::Crossing> ShmCommunicator::awaited_by(
 void ShmCommunicator::check_for_crossing(int peer) const {
   const RankArea& theirs = segment_->area(peer);
   if (!meeting_ || has_entered(peer) || Worker::is_current_thread() ||
-      segment_->area(rank()).many_callers || theirs.many_callers)
+      load_acquire(segment_->area(rank()).many_callers) || load_acquire(theirs.many_callers))
     return;
   std::optional<Crossing> found;
   registry::visit([&](ShmCommunicator& other) {

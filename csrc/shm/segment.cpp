@@ -7,7 +7,6 @@
 
 #include <cstring>
 #include <random>
-#include <utility>
 
 #include "../error.h"
 
@@ -126,7 +125,8 @@ Segment::~Segment() {
 }
 
 void Segment::close_descriptor() {
-  if (descriptor_ >= 0) close(std::exchange(descriptor_, -1));
+  const int descriptor = descriptor_.exchange(-1);
+  if (descriptor >= 0) close(descriptor);
 }
 
 }  // namespace pycomm

@@ -3,6 +3,7 @@
 
 #include <sched.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -180,7 +181,7 @@ class Segment {
 
   char* base_;
   int64_t bytes_;
-  int descriptor_;
+  std::atomic<int> descriptor_;
 };
 
 }  // namespace pycomm

@@ -109,7 +109,8 @@ std::shared_ptr<Pending> ShmCommunicator::post(const Message& message,
   check_process();
   check(message);
   check_entry();
-  if (__builtin_expect(registry::note_caller(), 0)) segment_->area(rank()).many_callers = 1;
+  if (__builtin_expect(registry::note_caller(), 0))
+    store_release(segment_->area(rank()).many_callers, 1);
   const auto limit = message.timeout.count() > 0 ? message.timeout : timeout();
   return messenger_->post(message, limit, std::move(keep_alive));
 }
@@ -139,7 +140,8 @@ void ShmCommunicator::begin(const Request& request) {
   waiting_ = waited_ = false;
   met_ = started_ = 0;
   record_ = request.record;
-  if (__builtin_expect(registry::note_caller(), 0)) segment_->area(rank()).many_callers = 1;
+  if (__builtin_expect(registry::note_caller(), 0))
+    store_release(segment_->area(rank()).many_callers, 1);
   if (!records_) return;
   started_ = ticks();
   if (record_ != 0)
