@@ -1,6 +1,6 @@
 """What watching costs: an 8-byte all-reduce with the header check and the flight recorder, and without.
 
-    python benchmarks/overhead.py --repeats 40
+    python benchmarks/overhead.py
 
 Two ranks, each with three communicators: as users have it, without the flight recorder, and also without the comparison
 of headers. They take turns within every repeat; ratios are of one repeat, and the median [quartiles] of these is shown.
@@ -88,10 +88,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--repeats", type=int, default=40, help="repeats (40)")
-    parser.add_argument(
-        "--calls", type=int, default=5000, help="calls per repeat and variant (5000)"
-    )
+    parser.add_argument("--repeats", type=int, default=2000, help="repeats (2000)")
+    parser.add_argument("--calls", type=int, default=100, help="calls per repeat and variant (100)")
     args = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
