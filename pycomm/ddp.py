@@ -46,6 +46,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
       can reach; at the optimizer's step or the next forward if they could have been reached; at the next forward for
       parameters added, replaced, recast, moved, resized or unfrozen since the module was wrapped. Ranks that wait for
       the gradients of the one that raises get AbortedError with the same words, at once (with backend pycomm).
+      ``PYCOMM_DDP_MISSING=step`` leaves the end of backward silent about unused parameters, as torch does.
     - After an error in the middle of a backward, the module goes on with
       ``model._update_process_group(dist.new_group())`` on every rank.
     - A forward without grad starts no communication.

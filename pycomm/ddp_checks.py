@@ -151,7 +151,7 @@ class ParameterWatch:
         self._record_structure()
 
     def problem(self) -> str | None:
-        """What is wrong with a parameter, by its name. About 0.1 us a parameter."""
+        """What is wrong with a parameter, by its name. About 0.15 us a parameter."""
         members = self._members_now()
         same = len(members) == len(self._members)
         if not same or not all(map(operator.is_, members, self._members)):

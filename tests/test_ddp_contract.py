@@ -17,6 +17,7 @@ import gc
 import inspect
 import pickle
 import warnings
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeVar
@@ -39,6 +40,7 @@ from harness import (
 )
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 MIB = 1024 * 1024
 
@@ -49,6 +51,15 @@ Scenario = Callable[[Wrap, int], T]  # called with (class, rank)
 
 torch_is_wrong = pytest.mark.skipif(
     IMPLEMENTATION == "torch", reason="torch's class is silently wrong here"
+)
+with_each_flag = pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param({}, id="default"),
+        pytest.param({"find_unused_parameters": True}, id="find_unused"),
+        pytest.param({"gradient_as_bucket_view": True}, id="bucket_view"),
+        pytest.param({"static_graph": True}, id="static"),
+    ],
 )
 
 
@@ -136,6 +147,41 @@ class Buffered(nn.Module):
     def levels(self) -> list[float]:
         """The value of each buffer."""
         return [buffer[0].item() for buffer in self.buffers()]
+
+
+class Heads(Two):
+    """Both layers beside each other: two outputs, each of one parameter."""
+
+    def forward(self, value: torch.Tensor) -> Any:  # type: ignore[override]
+        """The outputs of both."""
+        return self.alpha(value), self.beta(value)
+
+
+class HiddenHead(Two):
+    """As Heads, but the second output is not returned: it is an attribute."""
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """The output of the first layer."""
+        self.hidden = self.beta(value)
+        return self.alpha(value)
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    """One that changes weights by their gradients."""
+    return torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+def named(results: list[Any], *words: str, by: int | None = None) -> bool:
+    """Whether every rank refused with these words, by GradientError or, told so by rank `by`, AbortedError."""
+    kinds = ("AbortedError", "GradientError")
+    ranks = [r for r in results if isinstance(r, Refused)]
+    told = [r for r in ranks if r.kinds[0] == "AbortedError"]
+    return (
+        refused(results, *words)
+        and all(r.kinds[0] in kinds for r in ranks)
+        and len(told) < len(ranks)
+        and all(by is None or f"rank {by} aborted" in r.message for r in told)
+    )
 
 
 ALL = ("alpha", "beta")
@@ -705,6 +751,19 @@ def test_39_different_shapes_or_strides(make: Callable[[int], nn.Module]) -> Non
     assert refused(_refusal_of(make), "beta.weight")
 
 
+def _shifted_buffers(rank: int) -> nn.Module:
+    module = Two()
+    module.register_buffer("first", torch.ones(2 + rank))
+    module.register_buffer("second", torch.ones(3 - rank))
+    return module
+
+
+@torch_is_wrong
+def test_39_buffers_of_different_shapes() -> None:
+    """Buffers of as many elements in all, but other shapes: refused, though a broadcast would do."""
+    assert refused(_refusal_of(_shifted_buffers), "first (shape [2]", "first (shape [3]")
+
+
 @torch_is_wrong
 @pytest.mark.parametrize("wide", [torch.float64, torch.float16])
 def test_40_different_dtypes(wide: torch.dtype) -> None:
@@ -1131,6 +1190,60 @@ def test_55_opaque_output_with_find_unused() -> None:
     assert right_or_refused(ours(scenario), [1.5, 1.5])
 
 
+@torch_is_wrong
+@with_each_flag
+@pytest.mark.parametrize("again", [False, True], ids=["once", "twice"])
+def test_55_opaque_output(flags: dict[str, bool], again: bool) -> None:
+    """Tensors in an object of an unknown class, one or two backwards: right, or refused by name."""
+
+    def scenario(wrap: Wrap, rank: int) -> list[float | None]:
+        model = wrap(Packing(), **flags)
+        output = model(x(rank), Opaque)
+        loss = (output.first + output.second).sum()
+        if again:
+            torch.autograd.backward(loss, retain_graph=True)
+        return after_backward(loss, model)
+
+    results = ours(lambda wrap, rank: attempt(lambda: scenario(wrap, rank)))
+    assert named(results, "weight") if again else right_or_refused(results, [1.5, 1.5], "weight")
+
+
+def test_56_no_graph_is_kept() -> None:
+    """What a forward's graph holds is free as soon as nobody else holds it, with no help of gc."""
+
+    class Held(torch.autograd.Function):
+        made: list[weakref.ref[Any]]
+
+        @staticmethod
+        def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+            ctx.held = Opaque(value, value)
+            Held.made.append(weakref.ref(ctx.held))
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad
+
+    class Holding(Two):
+        def forward(self, value: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            output: torch.Tensor = Held.apply(super().forward(value, ALL))
+            return output
+
+    def scenario(wrap: Wrap, rank: int) -> list[int]:
+        Held.made = []
+        model = wrap(Holding())
+        gc.collect()
+        gc.disable()
+        for _ in range(3):
+            model(x(rank))
+        without_backward = sum(held() is not None for held in Held.made)
+        for _ in range(3):
+            step(model, x(rank))
+        return [without_backward, sum(held() is not None for held in Held.made)]
+
+    assert ours(scenario) == [[0, 0]] * 2
+
+
 def test_56_forward_without_backward() -> None:
     """Forwards that no backward follows, with and without gradients, disturb nothing."""
 
@@ -1284,6 +1397,37 @@ def test_63_the_mode_at_forward_counts() -> None:
     assert same(scenario) == [(1.5, 1.0), (1.5, 2.0)]
 
 
+@torch_is_wrong
+@with_each_flag
+def test_63_backwards_of_both_modes_after_both_forwards(flags: dict[str, bool]) -> None:
+    """A local backward that comes between a synced forward and its backward: right, or refused."""
+
+    def mixed(wrap: Wrap, rank: int) -> list[float | None]:
+        model = wrap(Two(), **flags)
+        with model.no_sync():
+            local = model(x(rank, 10), ALL).sum()
+        synced = model(x(rank), ALL).sum()
+        torch.autograd.backward(local)
+        return after_backward(synced, model)
+
+    results = ours(lambda wrap, rank: attempt(lambda: mixed(wrap, rank)))
+    assert right_or_refused(results, [16.5, 16.5], "weight")
+
+
+def test_64_higher_order_gradients() -> None:
+    """Gradients that have a graph of their own cannot be averaged: refused on all ranks."""
+
+    def curvature(wrap: Wrap, rank: int) -> list[float | None]:
+        model = wrap(Two())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of a reference cycle
+            loss = model(x(rank), ALL).pow(2).sum()
+            torch.autograd.backward(loss, create_graph=True)
+        return after_backward(model.module.alpha.weight.grad, model)
+
+    assert refused(ours(lambda wrap, rank: attempt(lambda: curvature(wrap, rank))))
+
+
 def test_64_create_graph_and_gradient_penalty() -> None:
     """First-order gradients are averaged with create_graph, and a penalty's gradient is too."""
 
@@ -1315,11 +1459,16 @@ def test_65_autograd_grad_is_local() -> None:
 
 
 @torch_is_wrong
-def test_66_second_backward_of_a_kept_graph() -> None:
+@with_each_flag
+@pytest.mark.parametrize("earlier", [0, 1], ids=["first", "later"])
+def test_66_second_backward_of_a_kept_graph(flags: dict[str, bool], earlier: int) -> None:
     """A second backward with retain_graph: reduced, or refused by name on all ranks."""
 
     def twice(wrap: Wrap, rank: int) -> float | None:
-        model = wrap(unit())
+        model = wrap(unit(), **flags)
+        for _ in range(earlier):
+            step(model, x(rank))
+            model.zero_grad()
         loss = model(x(rank)).sum()
         torch.autograd.backward(loss, retain_graph=True)
         torch.autograd.backward(loss)
@@ -1329,11 +1478,29 @@ def test_66_second_backward_of_a_kept_graph() -> None:
     assert right_or_refused(results, 3.0, "weight")
 
 
-def test_67_two_forwards_one_backward() -> None:
+@torch_is_wrong
+@with_each_flag
+def test_66_second_backward_through_a_hidden_output(flags: dict[str, bool]) -> None:
+    """A loss of an attribute, with a backward of its own: right, or refused by name."""
+
+    def twice(wrap: Wrap, rank: int) -> list[float | None]:
+        model = wrap(HiddenHead(), **flags)
+        step(model, x(rank))
+        return after_backward(model.module.hidden, model)
+
+    results = ours(lambda wrap, rank: attempt(lambda: twice(wrap, rank)))
+    if flags.keys() <= {"gradient_as_bucket_view"}:
+        assert results == [[1.5, 1.5]] * 2
+    else:
+        assert named(results, "beta.weight")
+
+
+@with_each_flag
+def test_67_two_forwards_one_backward(flags: dict[str, bool]) -> None:
     """Two forwards and one backward over the sum of their losses: right."""
 
     def scenario(wrap: Wrap, rank: int) -> float | None:
-        model = wrap(unit())
+        model = wrap(unit(), **flags)
         torch.autograd.backward((model(x(rank)) + model(x(rank, 10))).sum())
         return grads(model)[0]
 
@@ -1341,11 +1508,12 @@ def test_67_two_forwards_one_backward() -> None:
 
 
 @torch_is_wrong
-def test_67_two_forwards_two_backwards() -> None:
+@with_each_flag
+def test_67_two_forwards_two_backwards(flags: dict[str, bool]) -> None:
     """Two forwards, then two backwards: both reduced, or refused by name on all ranks."""
 
     def twice(wrap: Wrap, rank: int) -> float | None:
-        model = wrap(unit())
+        model = wrap(unit(), **flags)
         losses = [model(x(rank)).sum(), model(x(rank, 10)).sum()]
         for loss in losses:
             torch.autograd.backward(loss)
@@ -1355,24 +1523,56 @@ def test_67_two_forwards_two_backwards() -> None:
     assert right_or_refused(results, 16.5, "weight")
 
 
-def _backward_into(wrap: Wrap, rank: int, names: tuple[str, ...]) -> list[float | None]:
+def test_67_two_forwards_of_different_parameters() -> None:
+    """Two forwards, then two backwards, of which each brings other parameters: right."""
+
+    def scenario(wrap: Wrap, rank: int) -> list[float | None]:
+        model = wrap(Two())
+        losses = [model(x(rank), (name,)) for name in ALL]
+        return [after_backward(loss, model) for loss in losses][-1]
+
+    assert same(scenario) == [[1.5, 1.5]] * 2
+
+
+def _backward_into(
+    wrap: Wrap, rank: int, names: tuple[str, ...], **flags: bool
+) -> list[float | None]:
     """The gradients of the named layers after a backward that asks for just these."""
-    model = wrap(Two())
+    model = wrap(Two(), **flags)
     weights = [model.module.get_submodule(name).weight for name in names]
     torch.autograd.backward(model(x(rank), ALL).sum(), inputs=weights)
     return grads(model)[: len(names)]
 
 
-def test_68_backward_with_all_parameters_as_inputs() -> None:
+@with_each_flag
+def test_68_backward_with_all_parameters_as_inputs(flags: dict[str, bool]) -> None:
     """backward(inputs=...) with all parameters reduces as usual."""
-    assert same(lambda wrap, rank: _backward_into(wrap, rank, ALL)) == [[1.5, 1.5]] * 2
+    assert same(lambda wrap, rank: _backward_into(wrap, rank, ALL, **flags)) == [[1.5, 1.5]] * 2
 
 
 @torch_is_wrong
-def test_68_backward_with_some_parameters_as_inputs() -> None:
+@with_each_flag
+def test_68_backward_with_some_parameters_as_inputs(flags: dict[str, bool]) -> None:
     """With some of them only, these are reduced, or it is refused by name on all ranks."""
-    results = ours(lambda wrap, rank: attempt(lambda: _backward_into(wrap, rank, ("alpha",))))
-    assert right_or_refused(results, [1.5], "weight")
+    results = ours(
+        lambda wrap, rank: attempt(lambda: _backward_into(wrap, rank, ("alpha",), **flags))
+    )
+    assert right_or_refused(results, [1.5], "beta.weight", "inputs=")
+
+
+@torch_is_wrong
+@pytest.mark.parametrize("view", [False, True])
+def test_68_inputs_on_one_rank_only(view: bool) -> None:
+    """The rank that leaves parameters out says so, and the other one does not wait for them."""
+
+    def partly(wrap: Wrap, rank: int) -> list[float | None]:
+        names = ALL if rank == 0 else ("alpha",)
+        return _backward_into(wrap, rank, names, gradient_as_bucket_view=view)
+
+    results = ours(
+        lambda wrap, rank: attempt(lambda: partly(wrap, rank)), group_timeout=60, wall=30
+    )
+    assert named(results, "beta.weight", by=1)
 
 
 def test_69_shared_parameters() -> None:
@@ -1415,27 +1615,45 @@ def test_70_unfrozen_after_wrapping() -> None:
     assert right_or_refused(results, [1.5, 1.5], "beta.weight")
 
 
-def test_70_frozen_after_wrapping() -> None:
-    """A parameter frozen after wrapping: right, or an error no later than the next forward."""
+@torch_is_wrong
+@with_each_flag
+@pytest.mark.parametrize("frozen", [(0, 1), (1,)], ids=["all_ranks", "one_rank"])
+def test_70_frozen_after_wrapping(flags: dict[str, bool], frozen: tuple[int, ...]) -> None:
+    """A parameter frozen after wrapping: right, or refused by name at once."""
 
     def freeze(wrap: Wrap, rank: int) -> list[float | None]:
-        model = wrap(Two())
-        model.module.beta.requires_grad_(False)
-        step(model, x(rank), ALL)
+        model = wrap(Two(), **flags)
+        model.module.beta.requires_grad_(rank not in frozen)
         return step(model, x(rank), ALL)
 
-    results = ours(lambda wrap, rank: attempt(lambda: freeze(wrap, rank)))
-    assert right_or_refused(results, [3.0, None])
+    results = ours(lambda wrap, rank: attempt(lambda: freeze(wrap, rank)), group_timeout=60)
+    right = [1.5, None if len(frozen) == 2 else 0.5]
+    assert right_or_refused(results, right, "beta.weight")
 
 
 def _replace(module: Two) -> None:
     module.beta.weight = nn.Parameter(torch.ones(1, 1))
 
 
+def _replace_layer(module: Two) -> None:
+    module.beta = unit()
+
+
+def _resize(module: Two) -> None:
+    module.beta.weight.data = torch.ones(2, 1)
+
+
+def _recast_data(module: Two) -> None:
+    for parameter in module.parameters():
+        parameter.data = parameter.data.double()
+
+
 @torch_is_wrong
-@pytest.mark.parametrize("change", [_replace, nn.Module.double, nn.Module.half])
+@pytest.mark.parametrize(
+    "change", [_replace, _replace_layer, _resize, _recast_data, nn.Module.double, nn.Module.half]
+)
 def test_71_changed_after_wrapping(change: Callable[[nn.Module], Any]) -> None:
-    """A parameter replaced or converted after wrapping is reduced, or refused by name."""
+    """A parameter replaced, resized or converted after wrapping is reduced, or refused by name."""
 
     def changed(wrap: Wrap, rank: int) -> list[float | None]:
         model = wrap(Two())
@@ -1444,6 +1662,51 @@ def test_71_changed_after_wrapping(change: Callable[[nn.Module], Any]) -> None:
 
     results = ours(lambda wrap, rank: attempt(lambda: changed(wrap, rank)))
     assert right_or_refused(results, [1.5, 1.5], "weight")
+
+
+@torch_is_wrong
+@with_each_flag
+def test_71_replaced_layer(flags: dict[str, bool]) -> None:
+    """A whole layer replaced after a first step: refused by name, whatever the flags."""
+
+    def changed(wrap: Wrap, rank: int) -> list[float | None]:
+        model = wrap(Two(), **flags)
+        step(model, x(rank), ALL)
+        _replace_layer(model.module)
+        return step(model, x(rank), ALL)
+
+    assert named(ours(lambda wrap, rank: attempt(lambda: changed(wrap, rank))), "beta.weight")
+
+
+@torch_is_wrong
+@pytest.mark.parametrize("frozen", [False, True], ids=["at_once", "unfrozen_later"])
+def test_71_added_after_wrapping(frozen: bool) -> None:
+    """A layer added after wrapping: no harm while frozen, refused by name when it would train."""
+
+    def added(wrap: Wrap, rank: int) -> list[float | None]:
+        model = wrap(Two())
+        model.module.gamma = unit().requires_grad_(not frozen)
+        if frozen:
+            assert step(model, x(rank), (*ALL, "gamma")) == [1.5, 1.5, None]
+            model.module.gamma.requires_grad_(True)
+        return step(model, x(rank), (*ALL, "gamma"))
+
+    results = ours(lambda wrap, rank: attempt(lambda: added(wrap, rank)))
+    assert named(results, "gamma.weight", "added")
+
+
+@torch_is_wrong
+def test_71_changed_on_one_rank_only() -> None:
+    """The other rank does not wait for it, and is told the parameter."""
+
+    def changed(wrap: Wrap, rank: int) -> list[float | None]:
+        model = wrap(Two())
+        if rank == 1:
+            _replace(model.module)
+        return step(model, x(rank), ALL)
+
+    results = ours(lambda wrap, rank: attempt(lambda: changed(wrap, rank)), group_timeout=60)
+    assert named(results, "beta.weight", "replaced", by=1)
 
 
 def test_71_moving_to_the_same_device_is_harmless() -> None:
@@ -1511,25 +1774,90 @@ class _Boom(torch.autograd.Function):
         return grad
 
 
-def test_75_error_within_a_backward() -> None:
-    """After a backward that failed half-way the next step is right, or refused on all ranks."""
+class Failing(Two):
+    """Both layers, with a point of failure between them."""
 
-    class Failing(Two):
-        def forward(self, value: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            return self.beta(_Boom.apply(self.alpha(value)))
+    def forward(self, value: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """Apply them."""
+        output: torch.Tensor = self.beta(_Boom.apply(self.alpha(value)))
+        return output
 
-    def scenario(wrap: Wrap, rank: int) -> Any:
-        model = wrap(Failing(), bucket_cap_mb=0)
-        for _ in range(2):
-            step(model, x(rank))
-        _Boom.armed = True
+
+def _fail(wrap: Wrap, rank: int, ranks: tuple[int, ...], **flags: bool) -> Any:
+    """A model that has made a right step, and then one that failed between its layers on some ranks."""
+    model = wrap(Failing(), bucket_cap_mb=0, **flags)
+    assert step(model, x(rank)) == [1.5, 1.5]
+    model.zero_grad()
+    _Boom.armed = rank in ranks
+    if rank in ranks:
         with pytest.raises(KeyError, match="boom"):
             step(model, x(rank))
-        _Boom.armed = False
-        model.zero_grad()
+    else:
+        step(model, x(rank))
+    _Boom.armed = False
+    model.zero_grad()
+    if len(ranks) == dist.get_world_size():
+        dist.barrier()  # nobody goes on, and ends the group, while others are in that backward
+    return model
+
+
+@with_each_flag
+def test_75_error_within_a_backward(flags: dict[str, bool]) -> None:
+    """After a backward that failed half-way the next step is right, or refused on all ranks."""
+
+    def scenario(wrap: Wrap, rank: int) -> Any:
+        model = _fail(wrap, rank, (0, 1), **flags)
         return attempt(lambda: step(model, x(rank)))
 
-    assert right_or_refused(ours(scenario), [1.5, 1.5])
+    words = () if IMPLEMENTATION == "torch" else ("alpha.weight", "an error ended")
+    assert right_or_refused(ours(scenario), [1.5, 1.5], *words)
+
+
+@torch_is_wrong
+@with_each_flag
+def test_75_error_on_one_rank(flags: dict[str, bool]) -> None:
+    """The other ranks wait no longer than until the next forward of the one that failed."""
+
+    def scenario(wrap: Wrap, rank: int) -> Any:
+        return step(_fail(wrap, rank, (1,), **flags), x(rank))
+
+    results = ours(
+        lambda wrap, rank: attempt(lambda: scenario(wrap, rank)), group_timeout=60, wall=30
+    )
+    assert named(results, "alpha.weight", "an error ended", by=1)
+
+
+@torch_is_wrong
+def test_75_no_step_after_an_error() -> None:
+    """An optimizer does not take the gradients of a backward that failed."""
+
+    def scenario(wrap: Wrap, rank: int) -> tuple[bool, list[float]]:
+        model = _fail(wrap, rank, (0, 1))
+        with pytest.raises(RuntimeError, match=r"alpha\.weight"):
+            optimizer_of(model).step()
+        return True, [p.item() for p in model.parameters()]
+
+    assert ours(scenario) == [(True, [1.0, 1.0])] * 2
+
+
+@torch_is_wrong
+@with_each_flag
+@pytest.mark.parametrize("noticed", [False, True], ids=["at_once", "at_the_next_forward"])
+def test_75_recovery(flags: dict[str, bool], noticed: bool) -> None:
+    """With a new group the model goes on, before or after the error of the next forward."""
+
+    def scenario(wrap: Wrap, rank: int) -> list[float | None]:
+        model = _fail(wrap, rank, (0, 1), **flags)
+        if noticed:
+            with pytest.raises(RuntimeError, match=r"_update_process_group"):
+                model(x(rank))
+        model._update_process_group(dist.new_group())
+        first = step(model, x(rank))
+        model.zero_grad()
+        assert step(model, x(rank)) == first
+        return first
+
+    assert ours(scenario) == [[1.5, 1.5]] * 2
 
 
 def test_76_user_hooks_see_the_local_gradient() -> None:
@@ -1558,6 +1886,32 @@ def test_77_parameter_used_outside_the_forward(find_unused: bool) -> None:
 
     results = ours(lambda wrap, rank: attempt(lambda: regularised(wrap, rank)))
     assert right_or_refused(results, [1.5, 3.0]) if find_unused else results == [[1.5, 3.0]] * 2
+
+
+@torch_is_wrong
+@with_each_flag
+def test_77_own_backward_of_a_regulariser(flags: dict[str, bool]) -> None:
+    """A regulariser with a backward of its own, between forward and backward: right or refused."""
+
+    def regularised(wrap: Wrap, rank: int) -> list[float | None]:
+        model = wrap(Two(), **flags)
+        output = model(x(rank), ALL)
+        torch.autograd.backward((model.module.alpha.weight + model.module.beta.weight).sum())
+        return after_backward(output, model)
+
+    results = ours(lambda wrap, rank: attempt(lambda: regularised(wrap, rank)))
+    assert right_or_refused(results, [2.5, 2.5], "weight")
+
+
+def test_77_backward_of_a_regulariser_at_the_end() -> None:
+    """After the gradients are averaged, one of weights alone is the same on all ranks."""
+
+    def scenario(wrap: Wrap, rank: int) -> list[float | None]:
+        model = wrap(Two())
+        step(model, x(rank), ALL)
+        return after_backward(model.module.alpha.weight.pow(2), model)
+
+    assert same(scenario) == [[3.5, 1.5]] * 2
 
 
 @pytest.mark.parametrize("view", [False, True])
@@ -1604,3 +1958,326 @@ def test_79_subgroups() -> None:
         return results
 
     assert ours(scenario, n=3) == [[(1.0, 2.0)], [(2.0, 2.5)], [(1.0, 2.0), (2.0, 2.5)]]
+
+
+# 2f. Unused parameters
+
+
+@torch_is_wrong
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("earlier", [0, 2])
+def test_80_unused_on_all_ranks(view: bool, earlier: int) -> None:
+    """A parameter that no graph holds at the end of backward: refused there, by name."""
+
+    def scenario(wrap: Wrap, rank: int) -> Any:
+        model = wrap(Two(), gradient_as_bucket_view=view)
+        for _ in range(earlier):
+            step(model, x(rank), ALL)
+        return attempt(lambda: step(model, x(rank), ("alpha",)))
+
+    assert named(ours(scenario), "beta.weight", "find_unused_parameters=True")
+
+
+@with_each_flag
+def test_80_unused_on_all_ranks_with_flags(flags: dict[str, bool]) -> None:
+    """With find_unused_parameters or static_graph it is right, else refused by name."""
+
+    def scenario(wrap: Wrap, rank: int) -> Any:
+        model = wrap(Two(), **flags)
+        return attempt(lambda: [step(model, x(rank), ("alpha",)) for _ in range(2)])
+
+    words = () if IMPLEMENTATION == "torch" else ("beta.weight",)
+    assert right_or_refused(ours(scenario), [[1.5, None], [3.0, None]], *words)
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("kept", [False, True], ids=["losses_only", "outputs_too"])
+def test_80_two_losses_of_one_forward(view: bool, kept: bool) -> None:
+    """Each head's loss with a backward of its own: right, as no parameter is in both."""
+
+    def losses(outputs: Any) -> list[torch.Tensor]:
+        return [output.sum() for output in outputs]
+
+    def scenario(wrap: Wrap, rank: int) -> Any:
+        model = wrap(Heads(), gradient_as_bucket_view=view)
+        optimizer = optimizer_of(model)
+        for _ in range(3):
+            optimizer.zero_grad()
+            outputs = model(x(rank))
+            both = losses(outputs)
+            if not kept:
+                del outputs
+            for loss in both:
+                torch.autograd.backward(loss)
+            optimizer.step()
+        return [p.item() for p in model.parameters()]
+
+    assert same(scenario) == [[-3.5, -3.5]] * 2
+
+
+def _one_of_two_heads(wrap: Wrap, rank: int, ranks: tuple[int, ...], **flags: bool) -> Any:
+    """The model and its outputs, after a backward that leaves out the second one on some ranks."""
+    model = wrap(Heads(), **flags)
+    outputs = model(x(rank))
+    torch.autograd.backward((outputs[0] if rank in ranks else sum(outputs)).sum())
+    return model, outputs
+
+
+@torch_is_wrong
+@pytest.mark.parametrize("view", [False, True])
+def test_80_step_without_the_second_loss(view: bool) -> None:
+    """While another backward could follow nothing is wrong; the optimizer's step is refused."""
+
+    def scenario(wrap: Wrap, rank: int) -> Any:
+        model, _outputs = _one_of_two_heads(wrap, rank, (0, 1), gradient_as_bucket_view=view)
+        refusal = attempt(optimizer_of(model).step)
+        assert [p.item() for p in model.parameters()] == [1.0, 1.0]
+        return refusal
+
+    assert named(ours(scenario), "beta.weight")
+
+
+@torch_is_wrong
+def test_80_forward_without_the_second_loss() -> None:
+    """Without an optimizer of torch's it is the next forward."""
+
+    def scenario(wrap: Wrap, rank: int) -> Any:
+        model, _outputs = _one_of_two_heads(wrap, rank, (0, 1))
+        return attempt(lambda: model(x(rank)))
+
+    assert named(ours(scenario), "beta.weight", "Expected to have finished reduction")
+
+
+@torch_is_wrong
+def test_80_the_second_output_is_dropped() -> None:
+    """If the other output is gone, the backward itself is refused."""
+
+    def dropped(wrap: Wrap, rank: int) -> list[float | None]:
+        model = wrap(Heads())
+        output = model(x(rank))[0]
+        return after_backward(output, model)
+
+    assert named(ours(lambda wrap, rank: attempt(lambda: dropped(wrap, rank))), "beta.weight")
+
+
+@torch_is_wrong
+def test_80_steps_of_other_optimizers() -> None:
+    """Another model's optimizer may step meanwhile, as in the training of two models in turn."""
+
+    def scenario(wrap: Wrap, rank: int) -> Any:
+        model, (_, other) = _one_of_two_heads(wrap, rank, (0, 1))
+        second = wrap(unit())
+        step(second, x(rank))
+        optimizer_of(second).step()
+        return after_backward(other, model), second.module.weight.item()
+
+    assert ours(scenario) == [([1.5, 1.5], -0.5)] * 2
+
+
+@torch_is_wrong
+def test_80_refused_at_the_step_if_wanted() -> None:
+    """PYCOMM_DDP_MISSING=step: the backward is silent as torch's, the step and the forward are not."""
+
+    def scenario(wrap: Wrap, rank: int) -> Any:
+        model = wrap(Two())
+        local = step(model, x(rank), ("alpha",))
+        forward = attempt(lambda: model(x(rank), ALL))
+        dist.barrier()  # the group lives on
+        return local, forward, attempt(optimizer_of(model).step)
+
+    results = ours(scenario, env={"PYCOMM_DDP_MISSING": "step"})
+    assert [r[0] for r in results] == [[1.0, None], [2.0, None]]
+    assert named([r[1] for r in results], "beta.weight", "Expected to have finished reduction")
+    assert named([r[2] for r in results], "beta.weight")
+
+
+@torch_is_wrong
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_81_unused_on_one_rank(view: bool, overlap: bool) -> None:
+    """The rank says which parameter; the others wait no longer, and are told rank and parameter."""
+
+    def scenario(wrap: Wrap, rank: int) -> Any:
+        arguments = {"gradient_as_bucket_view": view, "overlap": overlap, "bucket_cap_mb": 0}
+        model = wrap(Two(), **arguments)
+        order = ("alpha",) if rank == 1 else ALL
+        return attempt(lambda: step(model, x(rank), order))
+
+    results = ours(scenario, n=3, group_timeout=60, wall=30)
+    assert named(results, "beta.weight", by=1)
+    assert results[1].kinds[0] == "GradientError"
+
+
+@torch_is_wrong
+def test_81_one_loss_less_on_one_rank() -> None:
+    """If a second loss could follow, the rank's optimizer ends the others' wait."""
+
+    def scenario(wrap: Wrap, rank: int) -> Any:
+        model, _outputs = _one_of_two_heads(wrap, rank, (1,))
+        optimizer_of(model).step()
+
+    results = ours(
+        lambda wrap, rank: attempt(lambda: scenario(wrap, rank)), group_timeout=60, wall=30
+    )
+    assert named(results, "beta.weight", by=1)
+
+
+@pytest.mark.parametrize("flag", ["find_unused_parameters", "static_graph"])
+def test_81_82_unused_on_one_rank_with_flags(flag: str) -> None:
+    """A rank that does not use a parameter counts as a zero; what no rank uses is left alone."""
+
+    def scenario(wrap: Wrap, rank: int) -> Any:
+        module = Two()
+        module.gamma = unit()
+        module.gamma.weight.grad = torch.full((1, 1), 99.0)
+        model = wrap(module, **{flag: True})
+        order = ("alpha",) if rank == 1 else ALL
+        return [step(model, x(rank), order) for _ in range(2)]
+
+    assert same(scenario) == [[[1.5, 0.5, 99.0], [3.0, 1.0, 99.0]]] * 2
+
+
+def test_83_warning_and_unused_outputs() -> None:
+    """One warning if all parameters are used; an output that is not in the loss is no error."""
+
+    def scenario(wrap: Wrap, rank: int) -> Any:
+        model = wrap(Heads(), find_unused_parameters=True)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                torch.autograd.backward(sum(model(x(rank))))
+        model.zero_grad()
+        return len(caught), after_backward(model(x(rank))[0], model)
+
+    assert [r[1] for r in same(scenario)] == [[1.5, None]] * 2
+
+
+# 2g. Static graph
+
+
+def test_86_first_iteration_and_later_ones() -> None:
+    """The delayed reduction of the first iteration gives the same as that of the others."""
+
+    def scenario(wrap: Wrap, rank: int) -> Any:
+        model = wrap(Two(), static_graph=True)
+        return [step(model, x(rank), ("alpha", "beta", "alpha")) for _ in range(3)]
+
+    assert same(scenario) == [[[3.0 * k, 1.5 * k] for k in (1, 2, 3)]] * 2
+
+
+class Checkpointed(nn.Module):
+    """A layer applied several times, each under a checkpoint that runs a backward within backward."""
+
+    def __init__(self) -> None:
+        """Make the layer."""
+        super().__init__()
+        self.layer = unit()
+
+    def forward(self, value: torch.Tensor, times: int) -> torch.Tensor:
+        """Apply it."""
+        for _ in range(times):
+            value = checkpoint(self.layer, value, use_reentrant=True)
+        return value
+
+
+@torch_is_wrong
+@pytest.mark.parametrize(("first", "later"), [(1, 2), (2, 1)], ids=["more", "fewer"])
+def test_87_other_number_of_uses_with_static_graph(first: int, later: int) -> None:
+    """A model of one parameter that is used more or less often than at first: refused by name."""
+
+    def changing(wrap: Wrap, rank: int) -> list[float | None]:
+        model = wrap(Checkpointed(), static_graph=True)
+        right = step(model, x(rank).requires_grad_(), first)
+        assert right == [1.5 * first]
+        step(model, x(rank).requires_grad_(), later)
+        optimizer_of(model).step()
+        return right
+
+    assert named(ours(lambda wrap, rank: attempt(lambda: changing(wrap, rank))), "layer.weight")
+
+
+@torch_is_wrong
+@pytest.mark.parametrize("changed", [(0, 1), (1,)], ids=["all_ranks", "one_rank"])
+@pytest.mark.parametrize("first", [("alpha",), ALL], ids=["more", "fewer"])
+def test_88_changed_graph(first: tuple[str, ...], changed: tuple[int, ...]) -> None:
+    """A later iteration that uses other parameters is refused at once, on all ranks, by name."""
+    second = ALL if first != ALL else ("alpha",)
+
+    def changing(wrap: Wrap, rank: int) -> list[float | None]:
+        model = wrap(Two(), static_graph=True)
+        assert step(model, x(rank), first)[0] == 1.5
+        model.zero_grad()
+        return step(model, x(rank), second if rank in changed else first)
+
+    results = ours(
+        lambda wrap, rank: attempt(lambda: changing(wrap, rank)), group_timeout=60, wall=30
+    )
+    assert results == [[1.5, None]] * 2 or named(results, "beta.weight", "graph has changed")
+
+
+def test_89_static_graph_and_other_settings() -> None:
+    """With find_unused_parameters it warns; after an iteration it is too late to set it."""
+
+    def scenario(wrap: Wrap, rank: int) -> list[float | None]:
+        with pytest.warns(UserWarning, match="find_unused_parameters"):
+            model = wrap(Two(), static_graph=True, find_unused_parameters=True)
+        late = wrap(unit())
+        step(late, x(rank))
+        with pytest.raises(RuntimeError, match="static"):
+            late._set_static_graph()
+        return step(model, x(rank), ("alpha",))
+
+    assert same(scenario) == [[1.5, None]] * 2
+
+
+def test_90_static_graph_begins_in_no_sync() -> None:
+    """A first iteration within no_sync: right, or refused on all ranks."""
+
+    def scenario(wrap: Wrap, rank: int) -> list[float | None]:
+        model = wrap(Two(), static_graph=True)
+        with model.no_sync():
+            step(model, x(rank), ALL)
+        return step(model, x(rank), ALL)
+
+    results = ours(lambda wrap, rank: attempt(lambda: scenario(wrap, rank)))
+    assert right_or_refused(results, [3.0, 3.0])
+
+
+@torch_is_wrong
+def test_90_static_graph_and_an_unused_output() -> None:
+    """The first iteration is right; a later one is, or the optimizer's step is refused by name."""
+
+    def scenario(wrap: Wrap, rank: int) -> Any:
+        model = wrap(Heads(), static_graph=True)
+        optimizer = optimizer_of(model)
+        for _ in range(2):
+            optimizer.zero_grad()
+            outputs = model(x(rank))
+            torch.autograd.backward(outputs[0].sum())
+            optimizer.step()
+        return [p.item() for p in model.parameters()]
+
+    results = ours(lambda wrap, rank: attempt(lambda: scenario(wrap, rank)))
+    assert right_or_refused(results, [-2.0, 1.0], "beta.weight")
+
+
+# 2l. Composition
+
+
+def test_112_compiled_model_and_optimizer() -> None:
+    """torch.compile of the wrapper and of the optimizer's step change nothing."""
+
+    def scenario(wrap: Wrap, rank: int) -> Any:
+        model = wrap(Two())
+        optimizer = optimizer_of(model)
+        compiled: Any = torch.compile(model, backend="aot_eager")
+        step_of = torch.compile(optimizer.step, backend="eager")
+        seen = []
+        for _ in range(2):
+            optimizer.zero_grad()
+            torch.autograd.backward(compiled(x(rank), ALL).sum())
+            seen.append(grads(model))
+            step_of()
+        return seen, [p.item() for p in model.parameters()]
+
+    assert ours(scenario, wall=120) == [([[1.5, 1.5], [-0.75, -0.75]], [0.25, 0.25])] * 2
