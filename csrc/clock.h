@@ -43,11 +43,11 @@ inline uint64_t ticks() {
 // Turns ticks into time. Its rate is taken over its own life, so a young one waits for a moment.
 class TickScale {
  public:
-  TickScale() : ticks_(ticks()), time_(nanoseconds(CLOCK_REALTIME)) {}
+  TickScale() : ticks_(ticks()), time_(nanoseconds(CLOCK_MONOTONIC)) {}
 
   struct Now {
     uint64_t ticks;
-    int64_t time;
+    int64_t time;  // since the epoch
     double nanoseconds_per_tick;
     // Since the epoch; 0 for 0, which means "not yet".
     int64_t epoch_of(uint64_t then) const { return then == 0 ? 0 : time - span(then, ticks); }
@@ -59,12 +59,12 @@ class TickScale {
   Now now() const {
     for (;;) {
       const uint64_t at = ticks();
-      const int64_t time = nanoseconds(CLOCK_REALTIME);
-      if (time - time_ < kLeastSpan && time >= time_) continue;
+      const int64_t time = nanoseconds(CLOCK_MONOTONIC);  // nobody sets it meanwhile
+      if (time - time_ < kLeastSpan) continue;
       const double rate = ticks_are_even()
                               ? static_cast<double>(time - time_) / static_cast<double>(at - ticks_)
                               : 1.0;
-      return {at, time, rate};
+      return {at, nanoseconds(CLOCK_REALTIME), rate};
     }
   }
 

@@ -574,8 +574,6 @@ void bind_communicator(py::module_& m) {
       .def("living_ranks", &Communicator::living_ranks,
            "The ranks that have neither died nor left, as far as this one can tell.")
       .def("failure_report", &failure_report, "The group's first failure, or None.")
-      .def("set_farewell", &Communicator::set_farewell, arg("reason"),
-           "What peers are told if this rank leaves while they wait for it.")
       .def("_address",  // for pycomm._c10d, which shares the object: a pointer to a std::shared_ptr
            [](const std::shared_ptr<Communicator>& self) {
              return py::capsule(new std::shared_ptr<Communicator>(self), kCapsule,

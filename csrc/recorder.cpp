@@ -58,15 +58,20 @@ void Recorder::write_line(uint64_t number, const std::string& line) {
   store(record.call, load(record.call) | kHasLine);
 }
 
+uint64_t Recorder::add(const Request& request, uint32_t sequence, uint64_t now, bool starts,
+                       const std::string& line) {
+  return write(pack(sequence, request.operation, request.dtype, request.op, request.shape.dims),
+               now, starts, request.count, static_cast<uint32_t>(request.root), request.shape,
+               line);
+}
+
 uint64_t Recorder::schedule(const Request& request, const std::string& line) {
-  return write(pack(0, request.operation, request.dtype, request.op, request.shape.dims), ticks(),
-               false, request.count, static_cast<uint32_t>(request.root), request.shape, line);
+  return add(request, 0, ticks(), false, line);
 }
 
 uint64_t Recorder::start(const Request& request, uint32_t sequence, uint64_t now,
                          const std::string& line) {
-  return write(pack(sequence, request.operation, request.dtype, request.op, request.shape.dims),
-               now, true, request.count, static_cast<uint32_t>(request.root), request.shape, line);
+  return add(request, sequence, now, true, line);
 }
 
 uint64_t Recorder::start(const Message& message, uint32_t sequence, uint64_t now,
@@ -78,8 +83,7 @@ uint64_t Recorder::start(const Message& message, uint32_t sequence, uint64_t now
 }
 
 void Recorder::set_line(uint64_t number, const std::string& line) {
-  Record& record = at(number);
-  if (load(record.number) == number && !line.empty()) write_line(number, line);
+  if (number != 0 && load(at(number).number) == number && !line.empty()) write_line(number, line);
 }
 
 // ---- reading

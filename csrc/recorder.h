@@ -118,7 +118,7 @@ class Recorder {
   // The record's if it is still there, else an empty one.
   RecordView read(uint64_t number) const {
     const RecordView view = read(ring_, number & (ring_.capacity - 1));
-    return view.number == number ? view : RecordView();
+    return number != 0 && view.number == number ? view : RecordView();
   }
 
   // Any rank's ring: the records that it holds, oldest first.
@@ -134,6 +134,8 @@ class Recorder {
     __atomic_store_n(&word, value, __ATOMIC_RELAXED);
   }
   static uint64_t pack(uint32_t sequence, Operation operation, DType dtype, ReduceOp op, int dims);
+  uint64_t add(const Request& request, uint32_t sequence, uint64_t now, bool starts,
+               const std::string& line);
   uint64_t write(uint64_t call, uint64_t now, bool starts, int64_t count, uint64_t peers,
                  const Shape& shape, const std::string& line);
   void write_line(uint64_t number, const std::string& line);

@@ -108,7 +108,7 @@ def test_survivors_that_disagree() -> None:
         assert {"TimeoutError", "PeerDiedError"} & set(found.kinds), found
 
 
-@pytest.mark.parametrize("ranks", [[], [1], [0, 0], [0, 5], [-1, 0]])
+@pytest.mark.parametrize("ranks", [[], [1], [0, 0], [0, 5], [-1, 0], [5000]])
 def test_wrong_ranks(ranks: list[int]) -> None:
     """Refused before anything happens: the group still works."""
 
@@ -299,6 +299,22 @@ def test_the_ring_keeps_the_newest() -> None:
 
     for ids in run(2, worker, env={"PYCOMM_RECORDS": "8"}):
         assert ids == list(range(ids[-1] - 7, ids[-1] + 1))
+
+
+def test_without_records() -> None:
+    """PYCOMM_RECORDS=0: nothing is recorded, and the errors say so in place of a last call."""
+
+    def worker(rank: int, n: int) -> tuple[list[Any], str]:
+        dist.all_reduce(ones())
+        found: list[Any] = pycomm.get_communicator().records(rank)
+        if rank == 1:
+            kill_me()
+        return found, str(attempt(lambda: [dist.barrier() for _ in range(2)]))
+
+    records, message = run(2, worker, may_die={1}, env={"PYCOMM_RECORDS": "0"})[0]
+    assert records == []
+    assert "PYCOMM_RECORDS is 0" in message
+    assert "PeerDiedError" in message
 
 
 def test_every_line_is_named_if_asked() -> None:

@@ -117,6 +117,8 @@ void ShmCommunicator::throw_mismatch(const std::string& difference) const {
 
 // "last: operation 4, barrier() at train.py:88 in step, completed 3.1 s ago"
 std::string ShmCommunicator::last_of(int rank) const {
+  if (!records_)
+    return concat("it was in operation ", state_of(rank).sequence, " last (PYCOMM_RECORDS is 0)");
   const std::vector<RecordView> all = records(rank);
   const TickScale::Now now = scale();
   const auto told = [](const RecordView& record) {

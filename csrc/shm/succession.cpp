@@ -44,18 +44,18 @@ std::vector<int> ShmCommunicator::living_ranks() const {
 std::shared_ptr<Segment> ShmCommunicator::succeed(const std::vector<int>& ranks,
                                                   milliseconds timeout) {
   check_process();
-  const auto me = std::find(ranks.begin(), ranks.end(), rank());
-  PYCOMM_CHECK(me != ranks.end(), kInvalidArgument, "rank ", rank(), ": shrink(", text(bits(ranks)),
-               ") leaves this rank out; only the ranks that go on may call it");
   for (size_t i = 0; i < ranks.size(); ++i)
     PYCOMM_CHECK(ranks[i] >= 0 && ranks[i] < world_size() && (i == 0 || ranks[i] > ranks[i - 1]),
                  kInvalidArgument, "rank ", rank(),
                  ": shrink needs different ranks of the group of ", world_size(),
                  ", in rising order");
+  PYCOMM_CHECK(std::find(ranks.begin(), ranks.end(), rank()) != ranks.end(), kInvalidArgument,
+               "rank ", rank(), ": shrink(", text(bits(ranks)),
+               ") leaves this rank out; only the ranks that go on may call it");
   record_abort(ErrorKind::kAborted,
                concat("rank ", rank(), " shrinks the group to ranks ", text(bits(ranks))));
   const auto deadline = Clock::now() + timeout;
-  return *me == ranks[0] ? lead(ranks, deadline) : follow(ranks, deadline);
+  return rank() == ranks[0] ? lead(ranks, deadline) : follow(ranks, deadline);
 }
 
 std::shared_ptr<Segment> ShmCommunicator::lead(const std::vector<int>& ranks,
