@@ -22,6 +22,7 @@
 #include "interrupt.h"
 #include "kernels/elementwise.h"
 #include "python_call_site.h"
+#include "python_interrupt.h"
 #include "python_tensor.h"
 #include "shm/rendezvous.h"
 #include "shm/shm_communicator.h"
@@ -77,13 +78,6 @@ void bind_failure_hook(py::module_& m) {
         };
       },
       py::arg("hook"), "hook(report) is called when an operation fails on this rank.");
-}
-
-// Lets Ctrl-C and other signal handlers end a blocking call. Handlers run on the main thread only;
-// elsewhere this is void.
-void check_signals() {
-  py::gil_scoped_acquire gil;
-  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
 // ---- common.h
@@ -149,7 +143,7 @@ Living& living() {
 
 void end_all_communicators() {
   const auto reason =
-      py::module_::import("pycomm.recovery").attr("last_words")().cast<std::string>();
+      py::module_::import("pycomm.farewell").attr("last_words")().cast<std::string>();
   py::gil_scoped_release release;
   std::vector<std::weak_ptr<ShmCommunicator>> communicators;
   {

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from pycomm.errors import InvalidArgument
 from pycomm.extension import c10d, core
+from pycomm.farewell import note_interrupt
 from pycomm.rendezvous import Store, create_communicator
 from pycomm.tcp_store import make_interruptible
 
@@ -28,6 +29,7 @@ def create_backend(
     global_ranks: list[int] | None = None,
 ) -> Any:
     """Collective: the torch.distributed backend of a new group; see create_communicator."""
+    note_interrupt(None)
     communicator = create_communicator(store, rank, world_size, timeout)
     communicator._set_group(name, global_ranks or list(range(world_size)))
     return c10d.C10dBackend(communicator._address())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -15,7 +14,6 @@ import torch.distributed as dist
 from pycomm.backend import get_communicator
 from pycomm.errors import InvalidArgument, MismatchError, PeerDiedError
 from pycomm.extension import core
-from pycomm.flight import report_all_failures
 
 if TYPE_CHECKING:
     from pycomm._core import Communicator
@@ -96,22 +94,3 @@ def _serve_store(communicator: Communicator, timeout: timedelta) -> dist.Store:
             wait_for_workers=False,
         )
     return store
-
-
-def farewell() -> str:
-    """What peers should hear if this rank leaves its group now: the exception that makes it leave, or nothing."""
-    report_all_failures()
-    error = sys.exc_info()[1]
-    return "" if error is None else _in_words(error)
-
-
-def last_words() -> str:
-    """The same at the process's exit: the exception that nobody caught."""
-    report_all_failures()
-    error = getattr(sys, "last_value", None)
-    return "" if error is None else _in_words(error)
-
-
-def _in_words(error: BaseException) -> str:
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -807,23 +807,67 @@ def test_a_killed_peer(when: str, count: int, known: bool, tmp_path: Path) -> No
         assert total == 2
 
 
-def test_a_peer_that_left() -> None:
-    """Who calls after a peer has destroyed its group in good order called once too often: MismatchError."""
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize(
+    "call", ["all_reduce", "broadcast", "all_gather", "barrier", "large", "queued"]
+)
+def test_a_peer_that_left(n: int, call: str) -> None:
+    """One call more than the others, who destroy their group in good order: MismatchError on every rank.
 
-    def worker(rank: int, n: int) -> tuple[Any, float]:
+    Those that leave are free of the group all the same.
+    """
+
+    def extra(comm: Any) -> Any:
+        if call == "barrier":
+            return comm.barrier()
+        if call == "broadcast":
+            return comm.broadcast(ones(5), root=0)
+        if call == "all_gather":
+            return comm.all_gather([ones(5) for _ in range(comm.world_size)], ones(5))
+        if call == "queued":
+            return comm.all_reduce(ones(5), async_op=True).wait()
+        return comm.all_reduce(ones(300_000 if call == "large" else 5))
+
+    def worker(rank: int, n: int) -> tuple[Any, float, Any]:
         comm = fresh("left", rank, n)
-        if rank == 1:
-            comm.shutdown()
-            return attempt(lambda: comm.all_reduce(ones(5), async_op=True)), 0
-        return timed(lambda: comm.all_reduce(ones(5)))
+        comm.all_reduce(ones(3))
+        if rank == 0:
+            return *timed(lambda: extra(comm)), None
+        found, took = timed(comm.shutdown)
+        comm.shutdown()  # again, in peace
+        return found, took, attempt(lambda: comm.all_reduce(ones(5), async_op=True))
 
-    (found, took), (own, _) = run(2, worker)
+    (found, took, _), *leavers = run(n, worker)
+    name = "all_reduce" if call in ("large", "queued") else call
     assert is_a(found, "MismatchError"), found
-    assert "rank 1" in found.message
-    assert "has destroyed the group" in found.message
-    assert "a call too many" in found.message
+    for words in (name, "has destroyed the group", "a call too many", "operation 2"):
+        assert words in found.message, found.message
     assert took < 2
-    assert is_a(own, "AbortedError"), own
+    for rank, (left, took, after) in enumerate(leavers, start=1):
+        assert is_a(left, "MismatchError"), left
+        for words in (f"rank {rank}: destroys", "rank 0", name, "after operation 2"):
+            assert words in left.message, left.message
+        assert took < 2
+        assert is_a(after, "AbortedError"), after
+
+
+def test_one_that_works_on_while_others_leave() -> None:
+    """Leaving earlier than others is no mistake: no error, and no long wait for them."""
+
+    def worker(rank: int, n: int) -> float:
+        comm = fresh("early", rank, n)
+        comm.all_reduce(ones(3))
+        store = dist.distributed_c10d._get_default_store()
+        if rank == 0:
+            store.wait(["others have left"])
+        began = time.monotonic()
+        comm.shutdown()
+        took = time.monotonic() - began
+        if rank == 1:
+            store.set("others have left", "")
+        return took
+
+    assert max(run(2, worker)) < 0.25 + SLACK
 
 
 # ---- AbortedError -------------------------------------------------------------------------------

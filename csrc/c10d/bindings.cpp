@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "../interrupt.h"
+#include "../python_interrupt.h"
 #include "backend.h"
 #include "backward_watch.h"
 #include "errors.h"
@@ -105,7 +106,7 @@ c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& s
 
 std::string farewell() {
   py::gil_scoped_acquire gil;
-  return py::module_::import("pycomm.recovery").attr("farewell")().cast<std::string>();
+  return py::module_::import("pycomm.farewell").attr("farewell")().cast<std::string>();
 }
 
 }  // namespace
@@ -115,10 +116,7 @@ PYBIND11_MODULE(_c10d, m) {
   using namespace pycomm;
   py::module_::import("torch.distributed");  // binds the base classes
   register_translator();
-  set_interrupt_check([] {
-    py::gil_scoped_acquire gil;
-    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-  });
+  set_interrupt_check(check_signals);
 
   py::class_<C10dBackend, c10d::Backend, c10::intrusive_ptr<C10dBackend>>(m, "C10dBackend")
       .def(py::init([](const py::capsule& communicator) {

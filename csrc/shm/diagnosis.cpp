@@ -183,6 +183,22 @@ void ShmCommunicator::lost_peer(int peer) const {
                      meeting_ ? arrivals() : last_of(peer), ". See that rank's own output."));
 }
 
+// After this rank has left, which had made fewer calls than a peer.
+void ShmCommunicator::throw_left_early(int peer, uint32_t sequence) const {
+  const RankArea& area = segment_->area(peer);
+  const auto deadline = Clock::now() + kReportTime;
+  while (load_acquire(area.reported.value) != sequence && !is_gone(peer) && Clock::now() < deadline)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  const bool reported = load_acquire(area.reported.value) == sequence;
+  throw Error(
+      ErrorKind::kMismatch,
+      concat("rank ", rank(), ": destroys the process group", group_text(), " after operation ", sequence_,
+             ", but rank ", peer, " (pid ", area.pid, ") called another: ",
+             reported ? area.report : last_of(peer),
+             ". That rank makes a call too many, or this one a call less: every rank must make "
+             "the same calls in the same order. The group is destroyed all the same."));
+}
+
 // ---- two groups entered in different order
 
 // What a process calls in this group, if it waits there for this rank, who has not called it; in a

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <thread>
 #include <utility>
 
 #include "../call_site.h"
@@ -22,6 +23,8 @@ constexpr Patience kCrowded{50, 400};
 
 // How long a wait lasts before a deadlock with another group is looked for.
 constexpr std::chrono::milliseconds kCrossingTime{400};
+// How long a rank that destroys its group looks whether all others do so too.
+constexpr std::chrono::milliseconds kPartingTime{250};
 
 }  // namespace
 
@@ -80,12 +83,31 @@ void ShmCommunicator::end() {
 }
 
 void ShmCommunicator::shutdown() {
-  if (is_forked()) return;
+  if (is_forked() || closing_) return;
   stop_worker();
   messenger_->finish_sends();
+  const bool in_good_order =
+      !failed_ && !has_ended() && segment_->area(rank()).farewell[0] == '\0';
   closing_ = true;
   messenger_->close();
   leave(kLeft);
+  if (in_good_order) see_others_leave();
+}
+
+// A peer that calls an operation more hears of it from its own wait; so does this rank, here.
+void ShmCommunicator::see_others_leave() const {
+  const auto deadline = Clock::now() + kPartingTime;
+  for (int peer = 0; peer < world_size(); ++peer) {
+    while (true) {
+      const uint32_t theirs = state_of(peer).sequence;
+      if (theirs != sequence_ && reached(theirs, sequence_)) throw_left_early(peer, theirs);
+      if (is_gone(peer)) break;
+      if (load_acquire(segment_->head().abort.state.value) != kClean || Clock::now() >= deadline)
+        return;
+      check_interrupt();
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  }
 }
 
 // Peers that wait for me hear of it; those that wait for others go on.

@@ -147,6 +147,7 @@ class ShmCommunicator : public Communicator, private Watch {
   void fail(ErrorKind kind, const std::string& message);
   bool is_short() const { return request_->bytes() <= kEagerBytes; }
   void leave(Departure how);
+  void see_others_leave() const;
 
   // succession.cpp
   std::shared_ptr<Segment> lead(const std::vector<int>& ranks,
@@ -172,6 +173,7 @@ class ShmCommunicator : public Communicator, private Watch {
   [[noreturn]] void lost_peer(int peer) const override;
   [[noreturn]] void throw_mismatch(const std::string& difference) const;
   [[noreturn]] void throw_late(int peer) const;
+  [[noreturn]] void throw_left_early(int peer, uint32_t sequence) const;
   void check_for_crossing(int peer) const;
   std::optional<Crossing> awaited_by(const RankArea& process) const;
   std::string where() const;
