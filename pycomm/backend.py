@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ from pycomm.tcp_store import make_interruptible
 
 if TYPE_CHECKING:
     from pycomm._core import Communicator
+
+log = logging.getLogger("pycomm")
 
 NAME = "pycomm"
 
@@ -32,6 +35,10 @@ def create_backend(
     note_interrupt(None)
     communicator = create_communicator(store, rank, world_size, timeout)
     communicator._set_group(name, global_ranks or list(range(world_size)))
+    log.info(
+        "rank %d of %d is in group %s, by %s; timeout %s",
+        *(rank, world_size, name or "WORLD", communicator.transport, timeout),
+    )
     return c10d.C10dBackend(communicator._address())
 
 

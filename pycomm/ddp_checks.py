@@ -266,6 +266,11 @@ class BackwardWatch:
         _watch_optimizers()
         _all_watches.add(self)
 
+    @property
+    def core(self) -> Any:
+        """The C++ part."""
+        return self._watch
+
     def attach(self) -> None:
         """To be called when the Reducer is there."""
         ddp = self._ddp()

@@ -39,7 +39,7 @@ def report_failure(reason: str) -> None:
     if reason in _reported:
         return
     _reported.add(reason)
-    log.debug("%s", reason)
+    log.info("%s", reason)
     if not config().trace_dir:
         return
     from pycomm.trace import dump

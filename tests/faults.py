@@ -450,7 +450,15 @@ def interrupts() -> Iterator[Cell]:
         for moment in ("inside small", "inside large"):
             yield Cell("interrupt", moment, operation, world, 0, "AbortedError", ("interrupted",))
     for world in (2, 3, 4):
-        yield Cell("interrupt", "wait", "all_reduce", world, 0, "PeerDiedError", ("left the group because of KeyboardInterrupt",))
+        yield Cell(
+            "interrupt",
+            "wait",
+            "all_reduce",
+            world,
+            0,
+            "PeerDiedError",
+            ("left the group because of KeyboardInterrupt",),
+        )
     for world, culprit in ((3, 0), (3, 2), (4, 0), (4, 3)):
         yield Cell("interrupt", "rendezvous", "init", world, culprit, "AbortedError", timeout=5)
     for world in (2, 3):

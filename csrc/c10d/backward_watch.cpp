@@ -77,6 +77,7 @@ void BackwardWatch::stop() {
 
 void BackwardWatch::forward_begins() {
   task_ = kNone;
+  times_->forward_begins();
   forwards_[forward_] = {at::RecordFunction::currentThreadId(), at::sequence_number::peek(), 0};
 }
 
@@ -145,6 +146,7 @@ void BackwardWatch::begin(int64_t task) {
   began_armed_ = State::expects(*reducer_);
   reached_ = restricted_ = false;
   late_.clear();
+  times_->backward_begins();
   // Twice, so that it runs behind the Reducer's own, which is queued during backward.
   auto& engine = torch::autograd::Engine::get_default_engine();
   engine.queue_callback([&engine, self = shared_from_this()] {
@@ -158,6 +160,7 @@ void BackwardWatch::accumulated(size_t index, bool defined) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (task_ == kNone) begin(torch::autograd::get_current_graph_task_id());
+    times_->gradient_came();
     if (State::expects(*reducer_)) {
       problem = problem_of_extra(index);
     } else if (defined) {
@@ -197,6 +200,7 @@ void BackwardWatch::backward_ended() {
   std::unique_lock<std::mutex> lock(mutex_);
   task_ = kNone;
   if (!reducer_) return;
+  if (armed() && !State::expects(*reducer_)) times_->backward_ended();
   const bool reached = std::exchange(reached_, false);
   check_late(lock, reached);
   check_missing(lock, reached);

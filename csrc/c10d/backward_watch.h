@@ -11,6 +11,8 @@
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 #include <vector>
 
+#include "step_times.h"
+
 namespace pycomm {
 
 // The Reducer is armed by a synchronised forward and expects one gradient of each parameter (with
@@ -43,6 +45,8 @@ class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
   // Whether the caller is neither in a backward nor in another thread than the last forward.
   bool is_between_backwards() const;
 
+  const std::shared_ptr<StepTimes>& times() const { return times_; }
+
  private:
   using Accumulator = decltype(torch::autograd::impl::grad_accumulator(at::Tensor()));
   struct Watched {
@@ -69,6 +73,7 @@ class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
 
   const bool late_reports_;
   const Report report_;
+  const std::shared_ptr<StepTimes> times_ = std::make_shared<StepTimes>();
   std::vector<Watched> watched_;
   int64_t own_references_ = 0;  // to an accumulator, by this class and the Reducer
   std::shared_ptr<c10d::Reducer> reducer_;

@@ -37,6 +37,7 @@ namespace {
 // The communicator that a DDP hook uses; replaced when the module gets another process group.
 struct HookTarget {
   std::shared_ptr<Communicator> communicator;
+  std::shared_ptr<StepTimes> times;
 };
 
 // DDP's communication hook: averages a bucket in place, in the thread that runs backward (`async`
@@ -48,7 +49,10 @@ class AverageHook : public c10d::CommHookInterface {
       : target_(std::move(target)), async_(async) {}
 
   c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override {
-    return average(target_->communicator, bucket.getBufferRef(), async_);
+    const uint64_t began = ticks();
+    auto future = average(target_->communicator, bucket.getBufferRef(), async_);
+    target_->times->averaged(began);
+    return future;
   }
   at::Tensor parseHookResult(const c10::IValue& result) override {
     return c10d::detail::parseCppCommHookResult(result);
@@ -131,10 +135,11 @@ PYBIND11_MODULE(_c10d, m) {
       });
 
   py::class_<HookTarget, std::shared_ptr<HookTarget>>(m, "HookTarget")
-      .def(py::init([](const py::capsule& communicator) {
-             return std::make_shared<HookTarget>(HookTarget{communicator_from(communicator)});
+      .def(py::init([](const py::capsule& communicator, const BackwardWatch& watch) {
+             return std::make_shared<HookTarget>(
+                 HookTarget{communicator_from(communicator), watch.times()});
            }),
-           py::arg("communicator"))
+           py::arg("communicator"), py::arg("watch"))
       .def(
           "replace",
           [](HookTarget& self, const py::capsule& communicator) {
@@ -153,7 +158,16 @@ PYBIND11_MODULE(_c10d, m) {
       .def("forward_ended", &BackwardWatch::forward_ended, py::arg("outputs"))
       .def("unfinished", &BackwardWatch::unfinished)
       .def("unfinished_indices", &BackwardWatch::unfinished_indices)
-      .def("is_between_backwards", &BackwardWatch::is_between_backwards);
+      .def("is_between_backwards", &BackwardWatch::is_between_backwards)
+      .def("times", [](const BackwardWatch& self) {
+        const StepTimes::Totals totals = self.times()->totals();
+        py::dict result;
+        result["steps"] = totals.steps;
+        result["seconds"] = totals.seconds;
+        result["seconds_backward"] = totals.seconds_backward;
+        result["seconds_exposed"] = totals.seconds_exposed;
+        return result;
+      });
 
   py::class_<ParameterWatch>(m, "ParameterWatch")
       .def(py::init<std::vector<at::Tensor>>(), py::arg("parameters"))
