@@ -36,5 +36,6 @@ inline Algorithm parse_algorithm(const std::string& text, const Caller& caller) 
 #undef PYCOMM_LIST
 
 void bind_communicator(pybind11::module_& m);
+void bind_codec(pybind11::module_& m);
 
 }  // namespace pycomm

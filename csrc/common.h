@@ -156,6 +156,16 @@ constexpr bool can_reduce(DType dtype, ReduceOp op) {
   }
 }
 
+// Some elements in memory, of a dtype that is known otherwise.
+struct ConstSpan {
+  const void* data = nullptr;
+  int64_t count = 0;
+};
+struct Span {
+  void* data = nullptr;
+  int64_t count = 0;
+};
+
 PYCOMM_HOST_DEVICE constexpr int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }

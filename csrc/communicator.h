@@ -19,16 +19,6 @@
 
 namespace pycomm {
 
-// Memory for one rank's part of an operation.
-struct ConstSpan {
-  const void* data = nullptr;
-  int64_t count = 0;  // elements
-};
-struct Span {
-  void* data = nullptr;
-  int64_t count = 0;
-};
-
 // One collective operation on one rank. Input and output may be the same memory, but not overlap
 // otherwise.
 struct Request {

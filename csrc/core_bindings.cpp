@@ -335,6 +335,7 @@ PYBIND11_MODULE(_core, m) {
   pycomm::bind_communicator(m);
   pycomm::bind_shm(m);
   pycomm::bind_kernels(m);
+  pycomm::bind_codec(m);
   m.def("support_table", &pycomm::support_table,
         "Which ops each dtype can be reduced with: {dtype: [op, ...]}.");
   m.attr("eager_bytes") = pycomm::kEagerBytes;

@@ -241,6 +241,35 @@ def set_instruction_set(name: str) -> bool: ...
 def reduce(
     output: Any, sources: Sequence[Any], op: str, scales: Sequence[float] | None = None
 ) -> None: ...
+
+class Codec:
+    def __init__(self, format: str, block: int = 0) -> None: ...
+    @property
+    def format(self) -> str: ...
+    @property
+    def block(self) -> int: ...
+    @property
+    def value_bytes(self) -> int: ...
+    def scales(self, count: int) -> int: ...
+    def wire_bytes(self, count: int) -> int: ...
+
+def transcode(
+    codec: Codec,
+    count: int,
+    *,
+    wires: Sequence[tuple[Any, Any]] = (),
+    inputs: Sequence[Any] | None = None,
+    own: int = 0,
+    first: int = 0,
+    factor: float = 1.0,
+    residual: Any = None,
+    encoded: tuple[Any, Any] | None = None,
+    outputs: Sequence[Any] | None = None,
+    stream: bool = False,
+    infinite: bool = False,
+    stochastic: bool = False,
+    seed: int = 0,
+) -> dict[str, Any]: ...
 def support_table() -> dict[str, list[str]]: ...
 
 eager_bytes: int

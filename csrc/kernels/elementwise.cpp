@@ -4,7 +4,7 @@
 #include <cstring>
 
 #include "../error.h"
-#include "elementwise_host.h"
+#include "isa.h"
 
 namespace pycomm {
 namespace {
@@ -13,23 +13,24 @@ struct Kernels {
   const char* name;
   void (*reduce)(const ReduceCall&);
   void (*copy)(void*, const void*, int64_t, bool);
+  void (*transcode)(const TranscodeCall&);
   bool (*supported)();
 };
 
 const Kernels kKernels[] = {
 #if defined(__x86_64__)
-    {"avx512", avx512::reduce, avx512::copy,
+    {"avx512", avx512::reduce, avx512::copy, avx512::transcode,
      [] {
        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
      }},
-    {"avx2", avx2::reduce, avx2::copy,
+    {"avx2", avx2::reduce, avx2::copy, avx2::transcode,
      [] {
        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
               __builtin_cpu_supports("f16c");
      }},
 #endif
-    {"generic", generic::reduce, generic::copy, [] { return true; }},
+    {"generic", generic::reduce, generic::copy, generic::transcode, [] { return true; }},
 };
 
 const Kernels* best() {
@@ -74,6 +75,23 @@ void copy(void* destination, const void* source, int64_t bytes, bool stream) {
     std::memcpy(destination, source, static_cast<size_t>(bytes));
   else
     chosen->copy(destination, source, bytes, stream);
+}
+void check(const Codec& codec) {
+  const bool unscaled = codec.block == 0;
+  PYCOMM_CHECK(!unscaled || codec.format != WireFormat::kInt8, kInvalidArgument,
+               "int8 needs a block, whose values share a scale");
+  PYCOMM_CHECK(
+      unscaled || (codec.block > 0 && codec.block <= kMaxBlock && codec.block % kBlockGranule == 0),
+      kInvalidArgument, "a block is a multiple of ", kBlockGranule, " up to ", kMaxBlock, ", not ",
+      codec.block);
+}
+void transcode(const TranscodeCall& call) {
+  check(call.codec);
+  PYCOMM_CHECK(call.dtype == DType::kFloat32 || call.dtype == DType::kFloat16 ||
+                   call.dtype == DType::kBFloat16,
+               kInvalidArgument, "only float32, float16 and bfloat16 are compressed, not ",
+               name_of(call.dtype));
+  chosen->transcode(call);
 }
 const char* instruction_set() { return chosen->name; }
 bool set_instruction_set(const char* name) {

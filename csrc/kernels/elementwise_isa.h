@@ -1,21 +1,4 @@
-// The CPU drivers of elementwise.h for one instruction set. An elementwise_<isa>.cpp defines
-// PYCOMM_ISA (a namespace) and PYCOMM_ISA_LEVEL (0 generic, 1 AVX2 + F16C, 2 AVX-512), switches the
-// compiler's target on and includes this file once.
-
-// A product is rounded before it is added to (kPremulSum): GCC would fuse the two for processors
-// that can, and only for those.
-#if defined(__clang__)
-#pragma clang fp contract(off)
-#else
-#pragma GCC push_options
-#pragma GCC optimize("fp-contract=off")
-#endif
-
-namespace pycomm {
-namespace PYCOMM_ISA {
-
-#include "functors.h"
-#include "pack.h"
+// The CPU drivers of elementwise.h for one instruction set; a part of isa_all.h.
 
 // How far ahead sources are fetched: the hardware's own prefetching starts anew with every page.
 // Worth 6 % of an all-reduce of 64 MiB, and nothing in the caches.
@@ -164,10 +147,3 @@ void copy(void* destination, const void* source, int64_t bytes, bool stream) {
   }
   if (at < bytes) __builtin_memcpy(to + at, from + at, static_cast<size_t>(bytes - at));
 }
-
-}  // namespace PYCOMM_ISA
-}  // namespace pycomm
-
-#if !defined(__clang__)
-#pragma GCC pop_options
-#endif

@@ -192,9 +192,9 @@ void ShmCommunicator::throw_left_early(int peer, uint32_t sequence) const {
   const bool reported = load_acquire(area.reported.value) == sequence;
   throw Error(
       ErrorKind::kMismatch,
-      concat("rank ", rank(), ": destroys the process group", group_text(), " after operation ", sequence_,
-             ", but rank ", peer, " (pid ", area.pid, ") called another: ",
-             reported ? area.report : last_of(peer),
+      concat("rank ", rank(), ": destroys the process group", group_text(), " after operation ",
+             sequence_, ", but rank ", peer, " (pid ", area.pid,
+             ") called another: ", reported ? area.report : last_of(peer),
              ". That rank makes a call too many, or this one a call less: every rank must make "
              "the same calls in the same order. The group is destroyed all the same."));
 }

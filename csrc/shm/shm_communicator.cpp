@@ -86,8 +86,7 @@ void ShmCommunicator::shutdown() {
   if (is_forked() || closing_) return;
   stop_worker();
   messenger_->finish_sends();
-  const bool in_good_order =
-      !failed_ && !has_ended() && segment_->area(rank()).farewell[0] == '\0';
+  const bool in_good_order = !failed_ && !has_ended() && segment_->area(rank()).farewell[0] == '\0';
   closing_ = true;
   messenger_->close();
   leave(kLeft);

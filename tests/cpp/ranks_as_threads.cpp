@@ -25,7 +25,7 @@
 #include "../../csrc/algorithms/one_shot.h"
 #include "../../csrc/algorithms/ring.h"
 #include "../../csrc/algorithms/two_shot.h"
-#include "../../csrc/kernels/elementwise_host.h"
+#include "../../csrc/kernels/isa.h"
 #include "../../csrc/shm/shm_communicator.h"
 
 namespace {

@@ -18,8 +18,8 @@
 // The kernel needs the definitions above.
 #include "../../csrc/algorithms/math.h"
 #include "../../csrc/kernels/elementwise.h"
-#include "../../csrc/kernels/elementwise_host.h"
 #include "../../csrc/kernels/elementwise_kernel.cuh"
+#include "../../csrc/kernels/isa.h"
 
 namespace {
 

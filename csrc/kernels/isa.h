@@ -5,11 +5,13 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
+#include "codec.h"
 #include "dispatch.h"
 #include "elementwise.h"
 
@@ -24,6 +26,7 @@ uint16_t float_to_half(float value);
   namespace isa {                                                               \
   void reduce(const ReduceCall& call);                                          \
   void copy(void* destination, const void* source, int64_t bytes, bool stream); \
+  void transcode(const TranscodeCall& call);                                    \
   }
 PYCOMM_DECLARE_ISA(generic)
 #if defined(__x86_64__)

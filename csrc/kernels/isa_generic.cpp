@@ -1,6 +1,6 @@
 // The CPU kernels for any processor (on x86-64: SSE2).
-#include "elementwise_host.h"
+#include "isa.h"
 
 #define PYCOMM_ISA generic
 #define PYCOMM_ISA_LEVEL 0
-#include "elementwise_isa.h"
+#include "isa_all.h"

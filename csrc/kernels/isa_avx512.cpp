@@ -1,6 +1,6 @@
 // The CPU kernels for AVX-512. Everything that is included before the target switch stays plain
 // x86-64.
-#include "elementwise_host.h"
+#include "isa.h"
 
 #if defined(__x86_64__)
 #if defined(__clang__)
@@ -14,7 +14,7 @@
 
 #define PYCOMM_ISA avx512
 #define PYCOMM_ISA_LEVEL 2
-#include "elementwise_isa.h"
+#include "isa_all.h"
 
 #if defined(__clang__)
 #pragma clang attribute pop
