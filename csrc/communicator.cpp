@@ -27,6 +27,10 @@ bool Request::needs_table() const {
 }
 
 namespace {
+std::string to_text(const Codec& codec) {
+  return codec.block > 0 ? concat(name_of(codec.format), " in blocks of ", codec.block)
+                         : name_of(codec.format);
+}
 // Where it says more than the count.
 std::string shape_of(const Shape& shape) {
   return shape.dims == Shape::kUnknown || shape.dims == 1 ? "" : ", shape=" + to_text(shape);
@@ -45,6 +49,7 @@ std::string describe(const Request& request) {
   if (request.has_root()) text += concat(", root=", request.root);
   if (request.algorithm != Algorithm::kAuto)
     text += concat(", algorithm=", name_of(request.algorithm));
+  if (request.compression) text += ", wire=" + to_text(request.compression->codec);
   return text + ")";
 }
 
@@ -101,6 +106,7 @@ void Communicator::check(const Request& request) const {
                ": the timeout is negative: ", request.timeout.count(), " ms");
   PYCOMM_CHECK(request.operation != Operation::kReduce || request.algorithm != Algorithm::kRing,
                kInvalidArgument, what(), ": only all_reduce has this algorithm");
+  if (request.compression) return check_compression(request);
   if (!request.inputs.empty() || !request.outputs.empty() || request.needs_table()) {
     check_parts(request);
     check_overlap(request);
@@ -108,6 +114,19 @@ void Communicator::check(const Request& request) const {
              request.operation == Operation::kReduceScatter) {
     check_overlap(request);
   }
+}
+
+void Communicator::check_compression(const Request& request) const {
+  const Compression& compression = *request.compression;
+  const auto what = [&] { return concat("rank ", rank_, ": ", describe(request)); };
+  PYCOMM_CHECK(request.operation == Operation::kAllReduce && request.op == ReduceOp::kSum,
+               kInvalidArgument, what(), ": only sums are compressed");
+  PYCOMM_CHECK(request.count == compression.count() && request.dtype == compression.dtype,
+               kInvalidArgument, what(), ": its tensors hold ", compression.count(),
+               " elements of ", name_of(compression.dtype));
+  PYCOMM_CHECK(can_transcode(request.dtype), kInvalidArgument, what(),
+               ": only float32, float16 and bfloat16 are compressed");
+  pycomm::check(compression.codec);
 }
 
 // The forms with a part per rank.

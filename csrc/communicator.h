@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "algorithms/encoder.h"
 #include "common.h"
 #include "recorder.h"
 #include "worker.h"
@@ -38,8 +39,10 @@ struct Request {
   std::vector<Span> outputs;      // all_gather, all_to_all; gather on the root
   bool wait_all_ranks = false;    // monitored_barrier: name every missing rank, not just the first
   std::chrono::milliseconds timeout{0};  // 0: the communicator's
-  Shape shape;                           // for people, while it is called
-  uint64_t record = 0;                   // of the flight recorder, if it was queued
+  // Of an all_reduce of encoded values: its tensors, in place of input and output.
+  std::shared_ptr<const Compression> compression;
+  Shape shape;          // for people, while it is called
+  uint64_t record = 0;  // of the flight recorder, if it was queued
 
   int64_t bytes() const { return count * bytes_of(dtype); }
   bool reduces() const {
@@ -181,6 +184,7 @@ class Communicator {
   std::string group_text() const;  // " of group dp (global ranks 1, 3)"
 
  private:
+  void check_compression(const Request& request) const;
   void check_parts(const Request& request) const;
   void check_overlap(const Request& request) const;
   bool runs_at_once(bool async) const;

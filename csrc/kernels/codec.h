@@ -7,6 +7,8 @@
 // block's largest. int8's scale is that magnitude / 127. Without a block (0) there are no scales:
 // values beyond the format's range are saturated or become infinities.
 //
+// fp32 is no compression, but the same way through the code: lists, factors, the sum by rank.
+//
 // A block with infinity or NaN in it decodes to NaN, all of it. Without scales only those values
 // do.
 #pragma once
@@ -19,6 +21,7 @@ namespace pycomm {
 
 // X(enumerator, name, bytes of a value)
 #define PYCOMM_WIRE_FORMATS(X)  \
+  X(kFloat32, "fp32", 4)        \
   X(kFloat16, "fp16", 2)        \
   X(kBFloat16, "bf16", 2)       \
   X(kFloat8E4M3, "fp8_e4m3", 1) \
@@ -125,5 +128,9 @@ struct TranscodeCall {
   CodecCounts* counts = nullptr;
 };
 void transcode(const TranscodeCall& call);
+// Which tensors it takes.
+inline bool can_transcode(DType dtype) {
+  return dtype == DType::kFloat32 || dtype == DType::kFloat16 || dtype == DType::kBFloat16;
+}
 
 }  // namespace pycomm

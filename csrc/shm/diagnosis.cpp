@@ -77,6 +77,10 @@ std::string ShmCommunicator::call_of(int rank) const {
   request.algorithm = header.algorithm;
   request.count = header.count;
   request.root = header.root;
+  Compression compression;
+  compression.codec = header.codec;
+  if (header.codec.block != kUncompressed)
+    request.compression = std::make_shared<const Compression>(compression);
   return concat(describe(request), header.has_parts ? " with counts of its own for each rank" : "");
 }
 

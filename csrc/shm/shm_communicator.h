@@ -81,6 +81,7 @@ class ShmCommunicator : public Communicator, private Watch {
   // shm_collectives.cpp
   void dispatch(const Request& request);
   void all_reduce(const Request& request);
+  void compressed_all_reduce(const Request& request);
   void reduce_scatter(const Request& request);
   void broadcast(const Request& request);
   void gather(const Request& request);
