@@ -236,9 +236,8 @@ def test_ranks_must_agree_on_the_wire() -> None:
             store = dist.PrefixStore(f"wire{index}", dist.distributed_c10d._get_default_store())
             comm = pycomm.create_communicator(store, rank, n)
             codec = core.Codec(*codecs[rank])
-            found.append(
-                attempt(lambda c=comm, k=codec: c.compressed_all_reduce([torch.ones(9)], k))
-            )
+            call = functools.partial(comm.compressed_all_reduce, [torch.ones(9)], codec)
+            found.append(attempt(call))
         store = dist.PrefixStore("plain", dist.distributed_c10d._get_default_store())
         comm = pycomm.create_communicator(store, rank, n)
         if rank == 0:
