@@ -57,7 +57,8 @@ using Pair = std::pair<py::object, py::object>;
 
 CodecCounts py_transcode(const Codec& codec, int64_t count, const std::vector<Pair>& wires,
                          const std::optional<std::vector<py::object>>& inputs, int own,
-                         int64_t first, float factor, const std::optional<py::object>& residual,
+                         int64_t first, float factor, float divisor,
+                         const std::optional<py::object>& residual,
                          const std::optional<Pair>& encoded,
                          const std::optional<std::vector<py::object>>& outputs, bool stream,
                          bool infinite, bool stochastic, uint64_t seed) {
@@ -87,6 +88,7 @@ CodecCounts py_transcode(const Codec& codec, int64_t count, const std::vector<Pa
   }
   call.first = first;
   call.factor = factor;
+  call.divisor = divisor;
   if (residual) {
     const TensorView view = view_of(*residual, kCaller);
     PYCOMM_CHECK(view.dtype == DType::kFloat32 && view.count >= count && inputs, kInvalidArgument,
@@ -151,7 +153,7 @@ void bind_codec(py::module_& m) {
       .def_readonly("error_squares", &CodecCounts::error_squares);
   m.def("transcode", &py_transcode, arg("codec"), arg("count"), py::kw_only(),
         arg("wires") = std::vector<Pair>(), arg("inputs") = py::none(), arg("own") = 0,
-        arg("first") = 0, arg("factor") = 1.0f, arg("residual") = py::none(),
+        arg("first") = 0, arg("factor") = 1.0f, arg("divisor") = 1.0f, arg("residual") = py::none(),
         arg("encoded") = py::none(), arg("outputs") = py::none(), arg("stream") = false,
         arg("infinite") = false, arg("stochastic") = false, arg("seed") = 0,
         "See csrc/kernels/codec.h; returns what was counted.");

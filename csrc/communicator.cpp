@@ -126,6 +126,8 @@ void Communicator::check_compression(const Request& request) const {
                " elements of ", name_of(compression.dtype));
   PYCOMM_CHECK(can_transcode(request.dtype), kInvalidArgument, what(),
                ": only float32, float16 and bfloat16 are compressed");
+  PYCOMM_CHECK(!compression.residual || compression.divisor == 1, kInvalidArgument, what(),
+               ": a residual is kept in the unit of the sum, so use a factor and no divisor");
   pycomm::check(compression.codec);
 }
 

@@ -178,14 +178,15 @@ Result all_reduce(Communicator& self, py::object tensor, const std::string& op, 
 
 // `residual` and `counts` are used until the operation is done.
 Result compressed_all_reduce(Communicator& self, py::list tensors, const Codec& codec, float factor,
-                             py::object residual, bool infinite, bool stochastic, uint64_t seed,
-                             py::object counts, const std::string& algorithm, Timeout timeout,
-                             bool async) {
+                             float divisor, py::object residual, bool infinite, bool stochastic,
+                             uint64_t seed, py::object counts, const std::string& algorithm,
+                             Timeout timeout, bool async) {
   Call call(self, Operation::kAllReduce);
   call.set_algorithm(algorithm);
   auto compression = std::make_shared<Compression>();
   compression->codec = codec;
   compression->factor = factor;
+  compression->divisor = divisor;
   compression->infinite = infinite;
   compression->stochastic = stochastic;
   compression->seed = seed;
@@ -512,9 +513,9 @@ void bind_operations(Class& type) {
       "which "
       "count as one; see csrc/algorithms/compressed.h. Codec and sizes must be the same on all "
       "ranks.",
-      arg("tensors"), arg("codec"), kw, arg("factor") = 1.0f, arg("residual") = py::none(),
-      arg("infinite") = false, arg("stochastic") = false, arg("seed") = 0,
-      arg("counts") = py::none(), arg("algorithm") = "auto");
+      arg("tensors"), arg("codec"), kw, arg("factor") = 1.0f, arg("divisor") = 1.0f,
+      arg("residual") = py::none(), arg("infinite") = false, arg("stochastic") = false,
+      arg("seed") = 0, arg("counts") = py::none(), arg("algorithm") = "auto");
   add(type, "reduce", &reduce,
       "Reduces `tensor` over all ranks, in place on the root; the other ranks' stay as they are.",
       arg("tensor"), arg("root"), op, kw, factor);

@@ -286,10 +286,10 @@ def test_reduce(isa: str, name: str, block: int) -> None:
         mine = parts[own] * torch.tensor(1 / ranks) + residual
         addends = [wire.decoded() for wire in wires]
         addends.insert(own, mine)
-        value = float32_sum(addends)
+        value = float32_sum(addends) / 3
         result, output = Encoded(codec, count), torch.empty(count)
         core.transcode(codec, count, wires=[w.pair for w in wires], inputs=[parts[own]], own=own, factor=1 / ranks,
-                       residual=residual, encoded=result.pair, outputs=[output])  # fmt: skip
+                       divisor=3, residual=residual, encoded=result.pair, outputs=[output])  # fmt: skip
         down, up = reference_scales(codec, value)
         expected = narrowed(codec, value * down)
         assert torch.equal(result.values[: count * codec.value_bytes], expected.view(torch.uint8))
@@ -297,7 +297,13 @@ def test_reduce(isa: str, name: str, block: int) -> None:
         assert torch.equal(residual, value - output)
         plain = torch.empty(count)  # the sum itself
         core.transcode(
-            codec, count, wires=[w.pair for w in wires], inputs=[mine], own=own, outputs=[plain]
+            codec,
+            count,
+            wires=[w.pair for w in wires],
+            inputs=[mine],
+            own=own,
+            divisor=3,
+            outputs=[plain],
         )
         assert torch.equal(plain, value)
 
@@ -439,7 +445,7 @@ def test_rounding_by_chance(isa: str, name: str, block: int) -> None:
     spacing = up
     if name != "int8":
         exponent = (torch.frexp(values * down).exponent - 1).clamp(min=LEAST_EXPONENT[name])
-        spacing = up * torch.ldexp(torch.tensor(1.0), exponent - MANTISSA_BITS[name])
+        spacing = up * torch.ldexp(torch.ones(count), exponent - MANTISSA_BITS[name])
     for seed in range(draws):
         core.transcode(
             codec,

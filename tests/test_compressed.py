@@ -164,6 +164,23 @@ def test_lists(dtype: torch.dtype) -> None:
     run(3, worker)
 
 
+def test_division_is_that_of_the_average() -> None:
+    """Of an fp32 wire: the bits of all_reduce(avg), at any world size and algorithm."""
+
+    def worker(rank: int, n: int) -> None:
+        for count in (17, 70_001):
+            plain = gradients(count, rank)
+            communicator().all_reduce(plain, "avg")
+            for algorithm in ALGORITHMS:
+                value = gradients(count, rank)
+                communicator().compressed_all_reduce(
+                    [value], core.Codec("fp32"), divisor=n, algorithm=algorithm
+                )
+                assert torch.equal(value, plain)
+
+    run(3, worker)
+
+
 def test_weights() -> None:
     """Each rank's own factor; one of zero contributes nothing, not even its size."""
 
@@ -267,6 +284,10 @@ def test_bad_arguments() -> None:
             ("only float32, float16 and bfloat16", lambda: call([x.double()], codec)),
             ("dtypes differ", lambda: call([x, x.half()], codec)),
             ("residual must be 4 float32", lambda: call([x], codec, residual=torch.zeros(3))),
+            (
+                "no divisor",
+                lambda: call([x], codec, residual=torch.zeros(4), divisor=2),
+            ),
             ("contiguous", lambda: call([torch.ones(4, 4).t()[1:]], codec)),
         ]
         for words, wrong in cases:

@@ -56,8 +56,8 @@ int64_t compressed_two_shot(Slots& slots, const Encoder& encoder, int64_t count)
       const int owner = (rank + step) % world_size;
       const Shard s = shard(chunk, owner);
       slots.await(owner, Stage::kReduced, chunk);
-      wires.assign(1, encoder.wire(slots.of(owner, chunk), capacity, s.begin));
-      encoder.decode(wires, chunks.begin(chunk) + s.begin, s.count);
+      encoder.decode(encoder.wire(slots.of(owner, chunk), capacity, s.begin),
+                     chunks.begin(chunk) + s.begin, s.count);
     }
     slots.post(Stage::kDrained, chunk);
   };
@@ -83,7 +83,7 @@ int64_t compressed_one_shot(Slots& slots, const Encoder& encoder, int64_t count)
       if (peer != slots.rank()) slots.await(peer, Stage::kFilled, chunk);
       wires.push_back(encoder.wire(slots.of(peer, chunk), capacity, 0));
     }
-    encoder.decode(wires, chunks.begin(chunk), chunks.count_of(chunk));
+    encoder.sum(wires, chunks.begin(chunk), chunks.count_of(chunk));
     slots.post(Stage::kDrained, chunk);
   };
   pipeline(chunks.number(), 1, contribute, sum);
@@ -117,11 +117,10 @@ int64_t compressed_ring(Slots& slots, const Encoder& encoder, int64_t count) {
     if (rank < last) {
       slots.await(left, Stage::kReduced, chunk);
       const char* result = slots.of(left, chunk) + half;
-      if (rank < last - 1)
-        encoder.pass_on(result, slots.mine(chunk) + half, capacity);
+      if (rank < last - 1) encoder.pass_on(result, slots.mine(chunk) + half, capacity);
       slots.post(Stage::kReduced, chunk);
-      wires.assign(1, encoder.wire(result, capacity, 0));
-      encoder.decode(wires, chunks.begin(chunk), chunks.count_of(chunk));
+      encoder.decode(encoder.wire(result, capacity, 0), chunks.begin(chunk),
+                     chunks.count_of(chunk));
     }
     slots.post(Stage::kDrained, chunk);
   };

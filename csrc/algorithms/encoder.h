@@ -19,6 +19,7 @@ struct Compression {
   DType dtype = DType::kFloat32;
   std::vector<Span> tensors;                  // read, and overwritten with the result
   float factor = 1;                           // this rank's values are multiplied by it
+  float divisor = 1;                          // of the sum
   float* residual = nullptr;                  // one per value: what encoding has left out so far
   bool infinite = false, stochastic = false;  // see TranscodeCall
   uint64_t seed = 0;
@@ -78,15 +79,19 @@ class Encoder {
     set_others(call, others);
     add_own(call, own);
     set_encoded(call, to);
-    if (finished) call.outputs = compression_.tensors.data();
+    if (finished) {
+      call.outputs = compression_.tensors.data();
+      call.divisor = compression_.divisor;
+    }
     transcode(call);
   }
-  // The sum of encoded values -> the tensors.
-  void decode(const std::vector<Wire>& wires, int64_t first, int64_t count) const {
-    TranscodeCall call = base(first, count);
-    set_others(call, wires);
-    call.outputs = compression_.tensors.data();
-    transcode(call);
+  // An encoded result -> the tensors.
+  void decode(const Wire& wire, int64_t first, int64_t count) const {
+    sum({wire}, 1, first, count);
+  }
+  // The sum of all contributions -> the tensors.
+  void sum(const std::vector<Wire>& wires, int64_t first, int64_t count) const {
+    sum(wires, compression_.divisor, first, count);
   }
   // A whole encoding, as it is.
   void pass_on(const char* from, char* to, int64_t capacity) const {
@@ -94,6 +99,13 @@ class Encoder {
   }
 
  private:
+  void sum(const std::vector<Wire>& wires, float divisor, int64_t first, int64_t count) const {
+    TranscodeCall call = base(first, count);
+    set_others(call, wires);
+    call.divisor = divisor;
+    call.outputs = compression_.tensors.data();
+    transcode(call);
+  }
   TranscodeCall base(int64_t first, int64_t count) const {
     TranscodeCall call;
     call.codec = codec();

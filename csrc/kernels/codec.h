@@ -95,7 +95,7 @@ struct CodecCounts {
 // rank's own, is given by tensors, the others as they were encoded. The sum is encoded, or written,
 // or both. So this is encode (own alone), decode (one wire alone) and reduce.
 //
-// own[i] = factor * input[i] + residual[i], rounded after each step.
+// own[i] = factor * input[i] + residual[i], and the sum / divisor, rounded after each step.
 //
 // Error feedback: residual[i] becomes the sum minus what it was encoded as, so nothing is lost
 // between this call and the next. Of values that are marked as infinite or NaN, it stays.
@@ -114,6 +114,7 @@ struct TranscodeCall {
   int64_t first = 0;
   float factor = 1;
   float* residual = nullptr;  // [count], may be null
+  float divisor = 1;          // of the sum, before it is encoded or written
 
   // Results. `outputs` are tensors as `inputs` are, and may be the same; they receive what the
   // others will decode, if `values` is not null, else the sum itself.

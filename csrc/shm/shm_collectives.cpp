@@ -130,7 +130,7 @@ void ShmCommunicator::compressed_all_reduce(const Request& request) {
     std::vector<Wire> wires;
     for (int peer = 0; peer < world_size(); ++peer)
       wires.push_back(encoder.wire(announcement_of(peer).payload, count, 0));
-    return encoder.decode(wires, 0, count);
+    return encoder.sum(wires, 0, count);
   }
   announce();
   if (!meets_later(request)) meet();
