@@ -25,7 +25,7 @@ class Pending {
   // May drive the operation (a message), so it is the way to poll.
   virtual bool is_done();
   // The failure, or null; also null while it is not done.
-  std::exception_ptr exception() const;
+  virtual std::exception_ptr exception() const;
   // False if the time ran out first. Does not throw what the operation threw. Zero or less: no
   // limit.
   virtual bool wait(std::chrono::milliseconds at_most);

@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,9 @@ from pycomm.config import config
 from pycomm.ddp_checks import BackwardWatch, ParameterWatch, check_models_agree, refuse
 from pycomm.errors import InvalidArgument
 from pycomm.extension import c10d
+
+if TYPE_CHECKING:
+    from pycomm._core import Communicator
 
 log = logging.getLogger("pycomm")
 
@@ -56,6 +59,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     - ``delay_all_reduce_named_params`` is refused: torch's version gives wrong gradients unless the hooked parameter
       happens to be last.
     """
+
+    _direct: Any = None  # the DirectReducer, once it is settled that gradients take it
 
     def __init__(
         self,
@@ -136,6 +141,34 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                 "beside backward" if overlaps else "in the thread that runs backward",
             )
             c10d.register_average_hook(self.reducer, self._hook_target, async_op=overlaps)
+            if self._may_go_direct():
+                self._direct = self._make_direct_reducer(communicator, overlaps)
+                self._backward_watch.core.attach_direct(self._direct)
+
+    def _may_go_direct(self) -> bool:
+        """Whether gradients can be averaged where they lie, which the Reducer's rarer modes do not do."""
+        dtypes = {parameter.dtype for parameter in self._parameters_of_reducer}
+        return (
+            config().ddp_buckets == "direct"
+            and not self.find_unused_parameters
+            and not self.static_graph
+            and not self.gradient_as_bucket_view
+            and dtypes <= {torch.float32, torch.float16, torch.bfloat16}
+        )
+
+    def _make_direct_reducer(self, communicator: Communicator, overlaps: bool) -> Any:
+        cap = self.bucket_bytes_cap
+        first = dist._DEFAULT_FIRST_BUCKET_BYTES if self.bucket_bytes_cap_default else cap
+        limits = [first, cap]
+        if hasattr(self, "_bucket_config"):  # torch 2.14
+            _, own = self._bucket_config.compute_bucket_size_limits(
+                static_graph=False, find_unused_parameters=False
+            )
+            limits = own or limits
+        limits = [max(limit, 0) for limit in limits]
+        return c10d.DirectReducer(
+            self._parameters_of_reducer, limits, communicator._address(), overlaps
+        )
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
         """As torch's, for any group if no averaging hook is in place yet, else for another one of pycomm's."""
@@ -147,6 +180,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                     f"{dist.get_backend(new_process_group)}; wrap the module anew for another backend"
                 )
             self._hook_target.replace(communicator._address())
+            if self._direct is not None:
+                self._direct.set_communicator(communicator._address())
         super()._update_process_group(new_process_group)
 
     def _overlaps(self, world_size: int) -> bool:
@@ -173,6 +208,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     def _ddp_init_helper(self, parameters: Any, *args: Any, **kwargs: Any) -> None:
         self._backward_watch = BackwardWatch(self, parameters)
+        self._parameters_of_reducer = list(parameters)
         super()._ddp_init_helper(parameters, *args, **kwargs)
         self._backward_watch.attach()
 
@@ -221,19 +257,55 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             refuse(self, problem)
         if not self.require_backward_grad_sync:
             return super().forward(*inputs, **kwargs)
-        self._backward_watch.forward_begins()
-        output = super().forward(*inputs, **kwargs)
+        directly = self._direct is not None and not self._join_config.enable
+        self._backward_watch.forward_begins(directly)
+        forward = self._forward_without_reducer if directly else super().forward
+        output = forward(*inputs, **kwargs)
         self._backward_watch.forward_ended(output)
         return output
+
+    def _forward_without_reducer(self, *inputs: Any, **kwargs: Any) -> Any:
+        """torch's forward, buffers and all, that does not arm its Reducer."""
+        self.require_backward_grad_sync = False
+        try:
+            output = super().forward(*inputs, **kwargs)
+        finally:
+            self.require_backward_grad_sync = True
+        self.require_forward_param_sync = True
+        self._has_rebuilt_buckets = self._direct.has_rebuilt()
+        return output
+
+    def _set_static_graph(self) -> None:
+        if self._direct is not None and self._direct.iteration() > 0:
+            raise RuntimeError(
+                "_set_static_graph() comes too late, after the first forward; pass static_graph=True to "
+                "DistributedDataParallel"
+            )
+        super()._set_static_graph()
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """torch's, in which what its Reducer does not do is told for it."""
+        data: dict[str, Any] = super()._get_ddp_logging_data()
+        if self._direct is None:
+            return data
+        parameters = self._parameters_of_reducer
+        sizes = [
+            sum(parameters[index].nbytes for index in bucket) for bucket in self._direct.buckets()
+        ]
+        data["iteration"] = self._direct.iteration()
+        data["has_rebuilt_buckets"] = int(self._direct.has_rebuilt())
+        if self._direct.has_rebuilt():
+            data["rebuilt_bucket_sizes"] = ", ".join(map(str, sizes))
+        return data
 
     # ---- pickling ---------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        for name in ("_parameter_watch", "_backward_watch"):
+        for name in ("_parameter_watch", "_backward_watch", "_parameters_of_reducer"):
             state.pop(name, None)
         state["_hook_is_settled"] = False
-        state["_hook_target"] = None
+        state["_hook_target"] = state["_direct"] = None
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

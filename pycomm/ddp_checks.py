@@ -282,10 +282,10 @@ class BackwardWatch:
         self._in_use = False
         self._watch.stop()
 
-    def forward_begins(self) -> None:
-        """To be called before every synchronised forward."""
+    def forward_begins(self, directly: bool) -> None:
+        """To be called before every synchronised forward; `directly` if the DirectReducer is to be armed by it."""
         if self._in_use:
-            self._watch.forward_begins()
+            self._watch.forward_begins(directly)
 
     def forward_ended(self, output: Any) -> None:
         """To be called after it, with what it returned."""
@@ -302,6 +302,8 @@ class BackwardWatch:
             ddp.reducer._check_reducer_finalized()
         except RuntimeError as error:
             words += f"\n{error}"
+        else:  # the words that programs look for
+            words += "\nExpected to have finished reduction in the prior iteration."
         return words
 
     def check_before_forward(self) -> None:
