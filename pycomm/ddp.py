@@ -277,10 +277,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     def _set_static_graph(self) -> None:
         if self._direct is not None and self._direct.iteration() > 0:
-            raise RuntimeError(
-                "_set_static_graph() comes too late, after the first forward; pass static_graph=True to "
-                "DistributedDataParallel"
-            )
+            problem = "_set_static_graph() should be called before training loop starts, not in it"
+            self.logger.set_error_and_log(problem)
+            raise RuntimeError(problem)
         super()._set_static_graph()
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:

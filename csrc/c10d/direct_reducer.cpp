@@ -6,7 +6,7 @@
 #include <limits>
 #include <utility>
 
-#include "../interrupt.h"
+#include "call.h"
 #include "errors.h"
 
 namespace pycomm {
@@ -16,11 +16,6 @@ DType dtype_of(const at::Tensor& tensor) {
   return tensor.scalar_type() == at::kHalf       ? DType::kFloat16
          : tensor.scalar_type() == at::kBFloat16 ? DType::kBFloat16
                                                  : DType::kFloat32;
-}
-
-void wait_for(Pending& pending) {
-  while (!pending.wait(kSleep)) check_interrupt();
-  if (auto exception = pending.exception()) std::rethrow_exception(exception);
 }
 
 }  // namespace
@@ -40,7 +35,7 @@ DirectReducer::DirectReducer(std::vector<at::Tensor> parameters, std::vector<siz
 
 void DirectReducer::set_communicator(std::shared_ptr<Communicator> communicator) {
   communicator_ = std::move(communicator);
-  pending_.clear();
+  works_.clear();
   copied_.clear();
   expects_ = false;  // what was under way is over
 }
@@ -107,14 +102,13 @@ void DirectReducer::set_residual(size_t index, const at::Tensor& residual) {
 
 // So that each bucket can travel while the next one is computed.
 void DirectReducer::follow_arrival() {
-  at::Tensor order =
+  const at::Tensor order =
       at::from_blob(arrived_.data(), {static_cast<int64_t>(arrived_.size())}, at::kLong);
-  Request request;
-  request.operation = Operation::kBroadcast;
-  request.dtype = DType::kInt64;
-  request.count = order.numel();
-  request.input = request.output = order.data_ptr();
-  communicator_->run(request);
+  const Target target{communicator_, nullptr};
+  Call call(target, Operation::kBroadcast, c10d::OpType::BROADCAST);
+  call.set_dtype(order);
+  call.request().input = call.request().output = order.data_ptr();
+  call.submit(false, {order});
   std::vector<at::Tensor> in_order;
   for (const int64_t index : arrived_) in_order.push_back(parameters_.at(index));
   buckets_ = std::get<0>(c10d::compute_bucket_assignment_by_size(in_order, limits_, {}, arrived_));
@@ -129,7 +123,7 @@ void DirectReducer::arm() {
   expects_ = true;
   ++iteration_;
   launched_ = 0;
-  pending_.clear();
+  works_.clear();
   copied_.clear();
   arrived_.clear();
   for (size_t b = 0; b < states_.size(); ++b) states_[b].missing = buckets_[b].size();
@@ -145,33 +139,39 @@ void DirectReducer::ready(size_t index) {
 }
 
 void DirectReducer::launch(Bucket& bucket) {
+  const Target target{communicator_, nullptr};
   translated([&] {
     for (const Part& part : bucket.parts) {
-      auto kept = std::make_shared<std::vector<at::Tensor>>();
-      auto pending = communicator_->submit(request_of(part, *kept), async_, kept);
-      if (pending) pending_.push_back(std::move(pending));
+      std::vector<at::Tensor> gradients;
+      for (const size_t index : part.parameters) gradients.push_back(reducible(index));
+      Call call(target, Operation::kAllReduce, c10d::OpType::ALLREDUCE);
+      call.set_dtype(gradients[0]);
+      Request& request = call.request();
+      request.compression = compression_of(part, gradients);
+      request.count = request.compression->count();
+      if (gradients.size() > 1) request.shape = Shape();
+      works_.push_back(call.submit(async_, gradients));
     }
   });
 }
 
-Request DirectReducer::request_of(const Part& part, std::vector<at::Tensor>& kept) {
+std::shared_ptr<Compression> DirectReducer::compression_of(
+    const Part& part, const std::vector<at::Tensor>& gradients) {
   const Wiring& wiring = wirings_[part.wiring];
   auto compression = std::make_shared<Compression>();
   compression->codec = wiring.codec;
-  for (const size_t index : part.parameters) {
-    kept.push_back(reducible(index));
-    compression->tensors.push_back({kept.back().data_ptr(), kept.back().numel()});
-  }
-  compression->dtype = dtype_of(kept[0]);
+  compression->dtype = dtype_of(gradients[0]);
+  for (const at::Tensor& gradient : gradients)
+    compression->tensors.push_back({gradient.data_ptr(), gradient.numel()});
   // Divided before they are rounded, gradients do not overflow; exact ones are divided afterwards,
   // once, as an average is.
-  const int ranks = communicator_->world_size();
+  const auto ranks = static_cast<float>(communicator_->world_size());
   if (share_)
     compression->factor = static_cast<float>(*share_);
   else if (wiring.codec.format == WireFormat::kFloat32)
-    compression->divisor = static_cast<float>(ranks);
+    compression->divisor = ranks;
   else
-    compression->factor = 1.0f / static_cast<float>(ranks);
+    compression->factor = 1 / ranks;
   if (part.residual.defined()) compression->residual = part.residual.data_ptr<float>();
   compression->infinite = wiring.infinite;
   compression->stochastic = wiring.stochastic;
@@ -179,12 +179,7 @@ Request DirectReducer::request_of(const Part& part, std::vector<at::Tensor>& kep
   compression->seed = seed_ + UINT64_C(0x9e3779b97f4a7c15) *
                                   (static_cast<uint64_t>(iteration_) << 20 | part.parameters[0]);
   compression->counts = &counts_;
-  Request request;
-  request.operation = Operation::kAllReduce;
-  request.dtype = compression->dtype;
-  request.count = compression->count();
-  request.compression = std::move(compression);
-  return request;
+  return compression;
 }
 
 // The gradient, or a copy of it that becomes it at the end of backward: if its elements do not lie
@@ -209,12 +204,12 @@ void DirectReducer::backward_ended() {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!expects_ || launched_ < states_.size()) return;
   translated([&] {
-    for (const auto& pending : pending_) wait_for(*pending);
+    for (const auto& work : works_) work->wait();
     const at::NoGradGuard no_grad;
     for (const Copied& copied : copied_) at::Tensor(copied.gradient).copy_(copied.copy);
     if (!has_rebuilt_) follow_arrival();
   });
-  pending_.clear();
+  works_.clear();
   copied_.clear();
   expects_ = false;
 }

@@ -12,6 +12,7 @@
 
 #include "../communicator.h"
 #include "reduction.h"
+#include "work.h"
 
 namespace pycomm {
 
@@ -75,7 +76,8 @@ class DirectReducer : public Reduction {
   void form_parts();
   std::vector<at::Tensor> residuals() const;
   void launch(Bucket& bucket);
-  Request request_of(const Part& part, std::vector<at::Tensor>& kept);
+  std::shared_ptr<Compression> compression_of(const Part& part,
+                                              const std::vector<at::Tensor>& gradients);
   at::Tensor reducible(size_t index);
   void follow_arrival();
 
@@ -96,7 +98,7 @@ class DirectReducer : public Reduction {
   bool expects_ = false;
   int64_t iteration_ = 0;
   size_t launched_ = 0;  // buckets
-  std::vector<std::shared_ptr<Pending>> pending_;
+  std::vector<c10::intrusive_ptr<C10dWork>> works_;
   std::vector<Copied> copied_;
   std::vector<int64_t> arrived_;  // parameters, in order, in the first iteration
   bool has_rebuilt_ = false;
