@@ -5,7 +5,16 @@
 :func:`all_reduce` and :func:`sync_gradients`. How values are encoded stands in csrc/kernels/codec.h.
 """
 
-from pycomm.compression.codecs import BF16, FP8, FP16, Encoding, FP8Wide, Int8, encoding_of
+from pycomm.compression.codecs import (
+    BF16,
+    FP8,
+    FP16,
+    NAMED,
+    Encoding,
+    FP8Wide,
+    Int8,
+    encoding_of,
+)
 from pycomm.compression.hook import HookState, hook
 from pycomm.compression.lists import Averager, all_reduce, sync_gradients
 from pycomm.compression.report import Layer, markdown, report
@@ -14,6 +23,7 @@ __all__ = [
     "BF16",
     "FP8",
     "FP16",
+    "NAMED",
     "Averager",
     "Encoding",
     "FP8Wide",

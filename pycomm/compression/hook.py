@@ -1,7 +1,6 @@
 """Compression as a communication hook of torch's own DistributedDataParallel, and so of what is built on it."""
 
-from __future__ import annotations
-
+# Annotations stay objects here: torch looks at those of hooks.
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,6 +34,10 @@ class HookState:
     def residuals(self) -> dict[str, torch.Tensor]:
         """By parameter name; the tensors themselves."""
         return self._averager.residuals()
+
+    def compression_residuals(self) -> dict[str, torch.Tensor]:
+        """The same, as DistributedDataParallel calls it."""
+        return self.residuals()
 
     def state_dict(self) -> dict[str, Any]:
         """Collective; see pycomm.compression.state."""

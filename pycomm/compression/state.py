@@ -53,6 +53,12 @@ def state_dict(keeper: KeepsResiduals, group: Group, step: int) -> dict[str, Any
     }
 
 
+def check(state: Mapping[str, Any]) -> None:
+    """Raises InvalidArgument for what is no such state."""
+    if not isinstance(state, Mapping) or state.get("version") != VERSION:
+        raise InvalidArgument("this is no compression state of this version of pycomm")
+
+
 def load_state_dict(keeper: KeepsResiduals, group: Group, state: Mapping[str, Any]) -> int:
     """Takes over a state; returns its step. Bit-exact on the rank that it is of, in a world of the same size.
 
@@ -60,8 +66,7 @@ def load_state_dict(keeper: KeepsResiduals, group: Group, state: Mapping[str, An
     given the state of the same step. Parameters that the state does not know begin at zero and are named in a warning,
     as those of another size are. Raises InvalidArgument for what is no such state.
     """
-    if not isinstance(state, Mapping) or state.get("version") != VERSION:
-        raise InvalidArgument("this is no compression state of this version of pycomm")
+    check(state)
     is_own = (state["rank"], state["world_size"]) == (group.rank, group.world_size)
     source = state["residuals"] if is_own else state["total"]
     missing = []
