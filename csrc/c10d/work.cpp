@@ -172,8 +172,11 @@ bool C10dWork::wait(std::chrono::milliseconds timeout) {
     if (limited && Clock::now() >= deadline)
       throw C10dError(Error(
           ErrorKind::kTimeout,
-          concat("rank ", rank_, ": wait(timeout=", timeout.count(), " ms) for ",
-                 c10d::opTypeToString(opType_), " ended before the operation, which goes on")));
+          concat(
+              "rank ", rank_, ": wait(timeout=", timeout.count(), " ms) for ",
+              c10d::opTypeToString(opType_),
+              observers_ && !observers_->group().empty() ? " of group " + observers_->group() : "",
+              " ended before the operation, which goes on")));
     check_interrupt();
   }
   if (const auto future = future_so_far()) future->wait();  // marked next, see isCompleted

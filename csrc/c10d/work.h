@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
@@ -26,6 +27,9 @@ class Observers {
   };
   using Extensions = std::vector<std::shared_ptr<Extension>>;
 
+  explicit Observers(const std::string& group) : group_(group) {}
+  const std::string& group() const { return group_; }  // its name; the default group has none
+
   // False, and cheap, as long as nothing below was ever called.
   bool any() const { return any_.load(std::memory_order_acquire); }
 
@@ -43,6 +47,7 @@ class Observers {
   void aborted();
 
  private:
+  const std::string group_;
   std::atomic<bool> any_{false};
   std::mutex mutex_;
   CompletionHook completion_hook_;
