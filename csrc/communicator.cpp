@@ -63,7 +63,7 @@ std::string describe(const Message& message) {
 }
 
 Communicator::Communicator(int rank, int world_size, std::chrono::milliseconds timeout)
-    : rank_(rank), world_size_(world_size), timeout_(timeout) {
+    : rank_(rank), world_size_(world_size), origin_(rank), timeout_(timeout) {
   PYCOMM_CHECK(rank >= 0 && rank < world_size, kInvalidArgument, "rank ", rank,
                " is not in a world of ", world_size);
   set_timeout(timeout);
@@ -271,7 +271,7 @@ bool Communicator::runs_at_once(bool async) const {
 }
 
 std::shared_ptr<Pending> Communicator::queue(std::function<void()> work, bool async) {
-  auto pending = worker_.enqueue(std::move(work));
+  auto pending = worker_.enqueue(origin_, std::move(work));
   if (async) return pending;
   while (!pending->wait(kSleep)) check_interrupt();
   if (auto exception = pending->exception()) std::rethrow_exception(exception);

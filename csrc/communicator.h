@@ -15,6 +15,7 @@
 
 #include "algorithms/encoder.h"
 #include "common.h"
+#include "forks.h"
 #include "recorder.h"
 #include "worker.h"
 
@@ -171,11 +172,14 @@ class Communicator {
 
   // What peers are told when this rank leaves because of an exception.
   virtual void set_farewell(const std::string& reason) = 0;
+  // Whether this process was forked off from the one that made the communicator.
+  bool is_forked() const { return !origin_.is_here(); }
 
  protected:
   virtual void execute(const Request& request) = 0;
-  // Throws in a process that may not use it: its worker is not there.
-  virtual void check_process() const = 0;
+  // Throws in a forked process, where its threads are not.
+  void check_process() const { origin_.check(); }
+  const Origin& origin() const { return origin_; }
   // Of an operation or message that is done; `started`, `met` and `finished` in ticks.
   void count(Operation operation, int64_t bytes, uint64_t started, uint64_t met, uint64_t finished);
   void check(const Request& request) const;
@@ -193,6 +197,7 @@ class Communicator {
 
   const int rank_;
   const int world_size_;
+  const Origin origin_;
   std::string name_;
   std::vector<int> global_ranks_;
   std::atomic<std::chrono::milliseconds> timeout_;

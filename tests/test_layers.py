@@ -17,7 +17,10 @@ CSRC: Final = ROOT / "csrc"
 #: Patterns of files and their layer, the first that fits counts. A file includes its own layer and
 #: lower ones.
 LAYERS: Final = (
-    (r"(common|error|interrupt|python_interrupt|clock|call_site|test_fault)\.h", 0),
+    (
+        r"(common|error|interrupt|python_interrupt|forks|clock|call_site|test_fault)\.h",
+        0,
+    ),
     (r"kernels/.*", 1),
     (r"slots\.h", 2),
     (r"algorithms/.*", 3),
