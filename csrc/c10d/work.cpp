@@ -180,6 +180,7 @@ bool C10dWork::wait(std::chrono::milliseconds timeout) {
     check_interrupt();
   }
   if (const auto future = future_so_far()) future->wait();  // marked next, see isCompleted
+  over_.store(true, std::memory_order_release);  // the thread that completes may not be so far
   if (exception_) std::rethrow_exception(exception_);
   return true;
 }
