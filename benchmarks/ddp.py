@@ -128,6 +128,9 @@ def variants(gloo: dist.ProcessGroup) -> dict[str, Callable[[nn.Module], nn.Modu
         GLOO_FP16: lambda module: gloo_fp16(module, gloo),
         "torch on pycomm": TorchDdp,
         "pycomm": pycomm.DistributedDataParallel,
+        "pycomm, fp16": lambda module: pycomm.DistributedDataParallel(module, compression="fp16"),
+        "pycomm, bf16": lambda module: pycomm.DistributedDataParallel(module, compression="bf16"),
+        "pycomm, int8": lambda module: pycomm.DistributedDataParallel(module, compression="int8"),
     }
 
 
@@ -248,7 +251,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", type=lambda text: text.split(","), default=list(MODELS))
+    parser.add_argument(
+        "--models",
+        type=lambda text: text.split(","),
+        default=list(MODELS),
+        help=f"some of {', '.join(MODELS)}, with commas (all)",
+    )
     parser.add_argument("--repeats", type=int, default=9, help="repeats, at least 2 (9)")
     parser.add_argument("--steps", type=int, default=2, help="timed steps a repeat (2)")
     parser.add_argument("--plot", type=Path, help="write a picture")
