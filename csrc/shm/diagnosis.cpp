@@ -226,7 +226,8 @@ std::optional<ShmCommunicator::Crossing> ShmCommunicator::awaited_by(
 }
 
 // Rank a waits in one group for b, which waits in another for a: neither wait can end, if the
-// threads that wait are the only ones that ever call operations.
+// threads that wait are the only ones that ever call operations. Both groups end of it: the peer's
+// wait, too, would never end otherwise.
 void ShmCommunicator::check_for_crossing(int peer) const {
   const RankArea& theirs = segment_->area(peer);
   if (!meeting_ || has_entered(peer) || Worker::is_current_thread() ||
@@ -244,11 +245,15 @@ void ShmCommunicator::check_for_crossing(int peer) const {
   while (load_acquire(area.reported.value) != found->sequence && Clock::now() < deadline)
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   if (load_acquire(area.reported.value) == found->sequence) found->call = area.report;
-  throw Error(ErrorKind::kMismatch,
-              concat(where(), " waits for rank ", peer, " (", liveness_.process_of(peer),
-                     "), which waits for this rank in another group: ", found->call, " (operation ",
-                     found->sequence, found->group,
-                     "). Every rank must use the groups in the same order."));
+  const std::string text =
+      concat(where(), " waits for rank ", peer, " (", liveness_.process_of(peer),
+             "), which waits for this rank in another group: ", found->call, " (operation ",
+             found->sequence, found->group, "). Every rank must use the groups in the same order.");
+  registry::visit([&](ShmCommunicator& other) {
+    if (other.segment_ == found->segment) other.record_abort(ErrorKind::kMismatch, text);
+    return other.segment_ == found->segment;
+  });
+  throw Error(ErrorKind::kMismatch, text);
 }
 
 }  // namespace pycomm
