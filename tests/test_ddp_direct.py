@@ -122,3 +122,31 @@ def test_buckets_follow_the_order_of_arrival() -> None:
         assert model._get_ddp_logging_data()["rebuilt_bucket_sizes"] == ", ".join(["16384"] * 4)
 
     run(2, worker)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_gradients_are_not_copied(overlap: bool) -> None:
+    """Those of usual layers, in buckets of any size; only one that is not laid out as its parameter, or is shared."""
+
+    def worker(rank: int, n: int) -> None:
+        layers = (
+            nn.Linear(8, 16),
+            nn.LayerNorm(16),
+            nn.Tanh(),
+            nn.Linear(16, 24),
+            nn.Linear(24, 4),
+        )
+        convolutions = (
+            nn.Unflatten(1, (2, 4, 1)),
+            nn.Conv2d(2, 3, 3, padding=1),
+            nn.BatchNorm2d(3),
+        )
+        for cap in (25, 0.0005, 0):
+            for module in (nn.Sequential(*layers), nn.Sequential(*convolutions)):
+                model = pycomm.DistributedDataParallel(module, bucket_cap_mb=cap, overlap=overlap)
+                for step in range(4):
+                    model.zero_grad(set_to_none=step < 2)
+                    model(torch.randn(5, 8)).square().sum().backward()
+                assert model._direct.copies() == 0
+
+    run(2, worker)

@@ -156,6 +156,7 @@ void bind_direct_reducer(py::module_& m) {
       .def("buckets", &DirectReducer::buckets)
       .def("has_rebuilt", &DirectReducer::has_rebuilt)
       .def("iteration", &DirectReducer::iteration)
+      .def("copies", &DirectReducer::copies)
       .def("residual",
            [](const DirectReducer& self, size_t index) -> std::optional<at::Tensor> {
              const at::Tensor residual = self.residual(index);

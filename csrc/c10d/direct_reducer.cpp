@@ -129,11 +129,17 @@ void DirectReducer::arm() {
   for (size_t b = 0; b < states_.size(); ++b) states_[b].missing = buckets_[b].size();
 }
 
-// Buckets are launched in the same order on all ranks.
+// A bucket that this gradient completes is launched with the next one: until its hooks have run,
+// autograd holds what it has accumulated, so its memory seems to be shared (see reducible).
 void DirectReducer::ready(size_t index) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  launch_complete();
   --states_[bucket_of_[index]].missing;
   arrived_.push_back(static_cast<int64_t>(index));
+}
+
+// In the same order on all ranks.
+void DirectReducer::launch_complete() {
   while (launched_ < states_.size() && states_[launched_].missing == 0)
     launch(states_[launched_++]);
 }
@@ -197,12 +203,15 @@ at::Tensor DirectReducer::reducible(size_t index) {
   at::Tensor copy = at::empty_strided(parameter.sizes(), parameter.strides(), parameter.options());
   copy.copy_(gradient);
   copied_.push_back({gradient, copy});
+  ++copies_;
   return copy;
 }
 
 void DirectReducer::backward_ended() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (!expects_ || launched_ < states_.size()) return;
+  if (!expects_) return;
+  launch_complete();
+  if (launched_ < states_.size()) return;
   translated([&] {
     for (const auto& work : works_) work->wait();
     const at::NoGradGuard no_grad;

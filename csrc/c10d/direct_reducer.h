@@ -56,6 +56,7 @@ class DirectReducer : public Reduction {
   const CodecCounts& counts() const { return counts_; }
   const Buckets& buckets() const { return buckets_; }
   bool has_rebuilt() const { return has_rebuilt_; }
+  int64_t copies() const { return copies_; }  // gradients so far that were not reduced in place
 
  private:
   // The parameters of a bucket that travel alike.
@@ -75,6 +76,7 @@ class DirectReducer : public Reduction {
 
   void form_parts();
   std::vector<at::Tensor> residuals() const;
+  void launch_complete();
   void launch(Bucket& bucket);
   std::shared_ptr<Compression> compression_of(const Part& part,
                                               const std::vector<at::Tensor>& gradients);
@@ -100,6 +102,7 @@ class DirectReducer : public Reduction {
   size_t launched_ = 0;  // buckets
   std::vector<c10::intrusive_ptr<C10dWork>> works_;
   std::vector<Copied> copied_;
+  int64_t copies_ = 0;
   std::vector<int64_t> arrived_;  // parameters, in order, in the first iteration
   bool has_rebuilt_ = false;
   CodecCounts counts_;
