@@ -172,7 +172,7 @@ def measure(rank: int, path: str, arguments: argparse.Namespace, answers: Any) -
                     step(models[variant], optimizers[variant], batch)
                 row[variant] = (time.perf_counter() - began) / arguments.steps
             if rank == 0 and repeat > 0:  # the first one warms up
-                answers.put((name, row))
+                answers.put((name, {variant: row[variant] for variant in models}))
         del models, optimizers
     if rank == 0:
         answers.put(None)
