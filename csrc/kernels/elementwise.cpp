@@ -91,6 +91,7 @@ void transcode(const TranscodeCall& call) {
                    call.dtype == DType::kBFloat16,
                kInvalidArgument, "only float32, float16 and bfloat16 are compressed, not ",
                name_of(call.dtype));
+  if (call.count == 0) return;  // of no elements, none is where they begin
   chosen->transcode(call);
 }
 const char* instruction_set() { return chosen->name; }

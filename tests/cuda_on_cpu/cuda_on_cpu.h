@@ -207,16 +207,13 @@ class Block {
   }
 
   void suspend(Wait wait) {
-    const UnwatchedByTsan unwatched;
-    running_->wait = wait;
-    running_->fiber->suspend();
-  }
-  void end() {
+    Fiber* fiber = nullptr;
     {
       const UnwatchedByTsan unwatched;
-      running_->wait = Wait::kDone;
+      running_->wait = wait;
+      fiber = running_->fiber.get();
     }
-    running_->fiber->suspend();
+    fiber->suspend();
   }
 
   static void enter(void* self) {
@@ -224,7 +221,7 @@ class Block {
     acquired(&block.start_);
     block.kernel_();
     released(&block.end_);
-    block.end();
+    block.suspend(Wait::kDone);
   }
 
   void fail(const char* what) {

@@ -114,7 +114,12 @@ class Fiber {
   }
   void suspend() {
 #if defined(__SANITIZE_THREAD__)
-    __tsan_switch_to_fiber(caller_tsan_, __tsan_switch_to_fiber_no_sync);
+    void* caller = nullptr;
+    {
+      const UnwatchedByTsan unwatched;
+      caller = caller_tsan_;
+    }
+    __tsan_switch_to_fiber(caller, __tsan_switch_to_fiber_no_sync);
 #endif
 #if defined(__SANITIZE_ADDRESS__)
     __sanitizer_start_switch_fiber(&fake_stack_, caller_stack_, caller_stack_bytes_);

@@ -1,0 +1,71 @@
+"""What nvcc makes of the CUDA kernels, without a GPU: no spills, and 16 bytes per access."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+NVCC: Final = shutil.which("nvcc")
+ARCHITECTURES: Final = ("80", "90", "100")  # as in setup.py
+#: Of a thread: with more, a processor holds fewer of transcode_kernel's threads than its launcher counts on.
+MOST_REGISTERS: Final = 64
+KERNELS: Final = 5 * 3  # formats, dtypes
+INT8: Final = "WireFormatE4E"  # in the name of its kernels
+
+pytestmark = pytest.mark.skipif(NVCC is None, reason="needs nvcc")
+
+
+def run(*command: str | Path) -> str:
+    done = subprocess.run(
+        [str(part) for part in command], cwd=ROOT, text=True, timeout=300, check=False,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-8000:]
+    return done.stdout
+
+
+def disassembler() -> Path | None:
+    """nvdisasm of the toolkit, or the one that Triton's wheel brings."""
+    if found := shutil.which("nvdisasm"):
+        return Path(found)
+    triton = importlib.util.find_spec("triton")
+    if triton is None or triton.origin is None:
+        return None
+    found = Path(triton.origin).parent / "backends/nvidia/bin/nvdisasm"
+    return found if os.access(found, os.X_OK) else None
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_codec_kernel_compiles_to_wide_accesses_without_spills(
+    architecture: str, tmp_path: Path
+) -> None:
+    cubin = tmp_path / "codec.cubin"
+    report = run(
+        NVCC or "", "-std=c++17", "-O3", f"-arch=sm_{architecture}", "-Xptxas", "-v", "-cubin",
+        "-o", cubin, "csrc/kernels/codec_cuda.cu",
+    )  # fmt: skip
+    registers = [int(n) for n in re.findall(r"Used (\d+) registers", report)]
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)
+    print(f"sm_{architecture}: {sorted(registers)} registers")
+    assert len(registers) == len(spills) == KERNELS
+    assert set(spills) == {("0", "0")}
+    assert max(registers) <= MOST_REGISTERS
+
+    tool = disassembler()
+    if tool is None:
+        pytest.skip("spills were checked; there is no nvdisasm to look at the accesses with")
+    functions = re.split(r"^\.text\.", run(tool, cubin), flags=re.MULTILINE)[1:]
+    assert len(functions) == KERNELS
+    for code in functions:
+        assert "LDG.E.128" in code
+        assert "STG.E.128" in code
+        # No product is fused with a sum; int8's division, which is correctly rounded, is made of such.
+        assert "FFMA" not in code or INT8 in code.splitlines()[0]
