@@ -53,25 +53,15 @@ std::vector<Span> spans_of(const std::vector<py::object>& tensors, int64_t first
   return spans;
 }
 
-py::dict to_dict(const CodecCounts& counts) {
-  py::dict result;
-  result["values"] = counts.values;
-  result["overflows"] = counts.overflows;
-  result["underflows"] = counts.underflows;
-  result["non_finite"] = counts.non_finite;
-  result["squares"] = counts.squares;
-  result["error_squares"] = counts.error_squares;
-  return result;
-}
-
 using Pair = std::pair<py::object, py::object>;
 
-py::dict py_transcode(const Codec& codec, int64_t count, const std::vector<Pair>& wires,
-                      const std::optional<std::vector<py::object>>& inputs, int own, int64_t first,
-                      float factor, const std::optional<py::object>& residual,
-                      const std::optional<Pair>& encoded,
-                      const std::optional<std::vector<py::object>>& outputs, bool stream,
-                      bool infinite, bool stochastic, uint64_t seed) {
+CodecCounts py_transcode(const Codec& codec, int64_t count, const std::vector<Pair>& wires,
+                         const std::optional<std::vector<py::object>>& inputs, int own,
+                         int64_t first, float factor, float divisor,
+                         const std::optional<py::object>& residual,
+                         const std::optional<Pair>& encoded,
+                         const std::optional<std::vector<py::object>>& outputs, bool stream,
+                         bool infinite, bool stochastic, uint64_t seed) {
   check(codec);
   PYCOMM_CHECK(count >= 0 && first >= 0, kInvalidArgument, "transcode: count ", count, ", first ",
                first);
@@ -98,6 +88,7 @@ py::dict py_transcode(const Codec& codec, int64_t count, const std::vector<Pair>
   }
   call.first = first;
   call.factor = factor;
+  call.divisor = divisor;
   if (residual) {
     const TensorView view = view_of(*residual, kCaller);
     PYCOMM_CHECK(view.dtype == DType::kFloat32 && view.count >= count && inputs, kInvalidArgument,
@@ -128,7 +119,7 @@ py::dict py_transcode(const Codec& codec, int64_t count, const std::vector<Pair>
     py::gil_scoped_release release;
     transcode(call);
   }
-  return to_dict(counts);
+  return counts;
 }
 
 }  // namespace
@@ -152,9 +143,17 @@ void bind_codec(py::module_& m) {
       .def_property_readonly("value_bytes", &Codec::value_bytes)
       .def("scales", &Codec::scales, arg("count"))
       .def("wire_bytes", &Codec::wire_bytes, arg("count"), "What so many values take.");
+  py::class_<CodecCounts>(m, "CodecCounts", "What encoding did; added up over calls.")
+      .def(py::init<>())
+      .def_readonly("values", &CodecCounts::values)
+      .def_readonly("overflows", &CodecCounts::overflows)
+      .def_readonly("underflows", &CodecCounts::underflows)
+      .def_readonly("non_finite", &CodecCounts::non_finite)
+      .def_readonly("squares", &CodecCounts::squares)
+      .def_readonly("error_squares", &CodecCounts::error_squares);
   m.def("transcode", &py_transcode, arg("codec"), arg("count"), py::kw_only(),
         arg("wires") = std::vector<Pair>(), arg("inputs") = py::none(), arg("own") = 0,
-        arg("first") = 0, arg("factor") = 1.0f, arg("residual") = py::none(),
+        arg("first") = 0, arg("factor") = 1.0f, arg("divisor") = 1.0f, arg("residual") = py::none(),
         arg("encoded") = py::none(), arg("outputs") = py::none(), arg("stream") = false,
         arg("infinite") = false, arg("stochastic") = false, arg("seed") = 0,
         "See csrc/kernels/codec.h; returns what was counted.");

@@ -27,6 +27,10 @@ bool Request::needs_table() const {
 }
 
 namespace {
+std::string to_text(const Codec& codec) {
+  return codec.block > 0 ? concat(name_of(codec.format), " in blocks of ", codec.block)
+                         : name_of(codec.format);
+}
 // Where it says more than the count.
 std::string shape_of(const Shape& shape) {
   return shape.dims == Shape::kUnknown || shape.dims == 1 ? "" : ", shape=" + to_text(shape);
@@ -45,6 +49,7 @@ std::string describe(const Request& request) {
   if (request.has_root()) text += concat(", root=", request.root);
   if (request.algorithm != Algorithm::kAuto)
     text += concat(", algorithm=", name_of(request.algorithm));
+  if (request.compression) text += ", wire=" + to_text(request.compression->codec);
   return text + ")";
 }
 
@@ -58,7 +63,7 @@ std::string describe(const Message& message) {
 }
 
 Communicator::Communicator(int rank, int world_size, std::chrono::milliseconds timeout)
-    : rank_(rank), world_size_(world_size), timeout_(timeout) {
+    : rank_(rank), world_size_(world_size), origin_(rank), timeout_(timeout) {
   PYCOMM_CHECK(rank >= 0 && rank < world_size, kInvalidArgument, "rank ", rank,
                " is not in a world of ", world_size);
   set_timeout(timeout);
@@ -101,6 +106,7 @@ void Communicator::check(const Request& request) const {
                ": the timeout is negative: ", request.timeout.count(), " ms");
   PYCOMM_CHECK(request.operation != Operation::kReduce || request.algorithm != Algorithm::kRing,
                kInvalidArgument, what(), ": only all_reduce has this algorithm");
+  if (request.compression) return check_compression(request);
   if (!request.inputs.empty() || !request.outputs.empty() || request.needs_table()) {
     check_parts(request);
     check_overlap(request);
@@ -108,6 +114,21 @@ void Communicator::check(const Request& request) const {
              request.operation == Operation::kReduceScatter) {
     check_overlap(request);
   }
+}
+
+void Communicator::check_compression(const Request& request) const {
+  const Compression& compression = *request.compression;
+  const auto what = [&] { return concat("rank ", rank_, ": ", describe(request)); };
+  PYCOMM_CHECK(request.operation == Operation::kAllReduce && request.op == ReduceOp::kSum,
+               kInvalidArgument, what(), ": only sums are compressed");
+  PYCOMM_CHECK(request.count == compression.count() && request.dtype == compression.dtype,
+               kInvalidArgument, what(), ": its tensors hold ", compression.count(),
+               " elements of ", name_of(compression.dtype));
+  PYCOMM_CHECK(can_transcode(request.dtype), kInvalidArgument, what(),
+               ": only float32, float16 and bfloat16 are compressed");
+  PYCOMM_CHECK(!compression.residual || compression.divisor == 1, kInvalidArgument, what(),
+               ": a residual is kept in the unit of the sum, so use a factor and no divisor");
+  pycomm::check(compression.codec);
 }
 
 // The forms with a part per rank.
@@ -250,7 +271,7 @@ bool Communicator::runs_at_once(bool async) const {
 }
 
 std::shared_ptr<Pending> Communicator::queue(std::function<void()> work, bool async) {
-  auto pending = worker_.enqueue(std::move(work));
+  auto pending = worker_.enqueue(origin_, std::move(work));
   if (async) return pending;
   while (!pending->wait(kSleep)) check_interrupt();
   if (auto exception = pending->exception()) std::rethrow_exception(exception);

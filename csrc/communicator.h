@@ -13,7 +13,9 @@
 #include <string>
 #include <vector>
 
+#include "algorithms/encoder.h"
 #include "common.h"
+#include "forks.h"
 #include "recorder.h"
 #include "worker.h"
 
@@ -38,8 +40,10 @@ struct Request {
   std::vector<Span> outputs;      // all_gather, all_to_all; gather on the root
   bool wait_all_ranks = false;    // monitored_barrier: name every missing rank, not just the first
   std::chrono::milliseconds timeout{0};  // 0: the communicator's
-  Shape shape;                           // for people, while it is called
-  uint64_t record = 0;                   // of the flight recorder, if it was queued
+  // Of an all_reduce of encoded values: its tensors, in place of input and output.
+  std::shared_ptr<const Compression> compression;
+  Shape shape;          // for people, while it is called
+  uint64_t record = 0;  // of the flight recorder, if it was queued
 
   int64_t bytes() const { return count * bytes_of(dtype); }
   bool reduces() const {
@@ -168,11 +172,14 @@ class Communicator {
 
   // What peers are told when this rank leaves because of an exception.
   virtual void set_farewell(const std::string& reason) = 0;
+  // Whether this process was forked off from the one that made the communicator.
+  bool is_forked() const { return !origin_.is_here(); }
 
  protected:
   virtual void execute(const Request& request) = 0;
-  // Throws in a process that may not use it: its worker is not there.
-  virtual void check_process() const = 0;
+  // Throws in a forked process, where its threads are not.
+  void check_process() const { origin_.check(); }
+  const Origin& origin() const { return origin_; }
   // Of an operation or message that is done; `started`, `met` and `finished` in ticks.
   void count(Operation operation, int64_t bytes, uint64_t started, uint64_t met, uint64_t finished);
   void check(const Request& request) const;
@@ -181,6 +188,7 @@ class Communicator {
   std::string group_text() const;  // " of group dp (global ranks 1, 3)"
 
  private:
+  void check_compression(const Request& request) const;
   void check_parts(const Request& request) const;
   void check_overlap(const Request& request) const;
   bool runs_at_once(bool async) const;
@@ -189,6 +197,7 @@ class Communicator {
 
   const int rank_;
   const int world_size_;
+  const Origin origin_;
   std::string name_;
   std::vector<int> global_ranks_;
   std::atomic<std::chrono::milliseconds> timeout_;

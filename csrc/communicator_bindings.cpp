@@ -176,6 +176,39 @@ Result all_reduce(Communicator& self, py::object tensor, const std::string& op, 
   return call.submit(timeout, async, std::move(tensor));
 }
 
+// `residual` and `counts` are used until the operation is done.
+Result compressed_all_reduce(Communicator& self, py::list tensors, const Codec& codec, float factor,
+                             float divisor, py::object residual, bool infinite, bool stochastic,
+                             uint64_t seed, py::object counts, const std::string& algorithm,
+                             Timeout timeout, bool async) {
+  Call call(self, Operation::kAllReduce);
+  call.set_algorithm(algorithm);
+  auto compression = std::make_shared<Compression>();
+  compression->codec = codec;
+  compression->factor = factor;
+  compression->divisor = divisor;
+  compression->infinite = infinite;
+  compression->stochastic = stochastic;
+  compression->seed = seed;
+  for (const py::handle tensor : tensors) {
+    const TensorView view = call.view(tensor);
+    compression->tensors.push_back({view.data, view.count});
+  }
+  compression->dtype = call.request().dtype;
+  call.request().count = compression->count();
+  if (!residual.is_none()) {
+    const Caller caller{self.rank(), Operation::kAllReduce};
+    const TensorView view = view_of(residual, caller);
+    PYCOMM_CHECK(view.dtype == DType::kFloat32 && view.count == call.request().count,
+                 kInvalidArgument, caller, ": the residual must be ", call.request().count,
+                 " float32, not ", view.count, " ", name_of(view.dtype));
+    compression->residual = static_cast<float*>(view.data);
+  }
+  if (!counts.is_none()) compression->counts = counts.cast<CodecCounts*>();
+  call.request().compression = std::move(compression);
+  return call.submit(timeout, async, py::make_tuple(tensors, residual, counts));
+}
+
 Result reduce(Communicator& self, py::object tensor, int root, const std::string& op, double factor,
               Timeout timeout, bool async) {
   Call call(self, Operation::kReduce);
@@ -475,6 +508,14 @@ void bind_operations(Class& type) {
   const py::kw_only kw;
   add(type, "all_reduce", &all_reduce, "Reduces `tensor` (any shape) over all ranks, in place.",
       arg("tensor"), op, kw, factor, arg("algorithm") = "auto");
+  add(type, "compressed_all_reduce", &compressed_all_reduce,
+      "Sums factor * tensors + residual over all ranks, encoded on the way, into the tensors, "
+      "which "
+      "count as one; see csrc/algorithms/compressed.h. Codec and sizes must be the same on all "
+      "ranks.",
+      arg("tensors"), arg("codec"), kw, arg("factor") = 1.0f, arg("divisor") = 1.0f,
+      arg("residual") = py::none(), arg("infinite") = false, arg("stochastic") = false,
+      arg("seed") = 0, arg("counts") = py::none(), arg("algorithm") = "auto");
   add(type, "reduce", &reduce,
       "Reduces `tensor` over all ranks, in place on the root; the other ranks' stay as they are.",
       arg("tensor"), arg("root"), op, kw, factor);

@@ -332,10 +332,10 @@ void bind_kernels(py::module_& m) {
 PYBIND11_MODULE(_core, m) {
   m.doc() = "pycomm's communication core: shared-memory collectives, without torch.";
   pycomm::bind_errors();
+  pycomm::bind_codec(m);
   pycomm::bind_communicator(m);
   pycomm::bind_shm(m);
   pycomm::bind_kernels(m);
-  pycomm::bind_codec(m);
   m.def("support_table", &pycomm::support_table,
         "Which ops each dtype can be reduced with: {dtype: [op, ...]}.");
   m.attr("eager_bytes") = pycomm::kEagerBytes;

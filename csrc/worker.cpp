@@ -10,18 +10,18 @@ thread_local bool on_worker_thread = false;
 }
 
 bool Pending::is_done() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return done_;
+  if (has_finished()) return true;
+  origin_.check();
+  return false;
 }
 
-std::exception_ptr Pending::exception() const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return exception_;
-}
+std::exception_ptr Pending::exception() const { return has_finished() ? exception_ : nullptr; }
 
 bool Pending::wait(std::chrono::milliseconds at_most) {
+  if (has_finished()) return true;
+  origin_.check();
   std::unique_lock<std::mutex> lock(mutex_);
-  const auto done = [this] { return done_; };
+  const auto done = [this] { return has_finished(); };
   if (at_most.count() > 0) return changed_.wait_for(lock, at_most, done);
   changed_.wait(lock, done);
   return true;
@@ -30,7 +30,7 @@ bool Pending::wait(std::chrono::milliseconds at_most) {
 void Pending::on_done(std::function<void(std::exception_ptr)> callback) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (!done_) {
+    if (!has_finished()) {
       callbacks_.push_back(std::move(callback));
       return;
     }
@@ -54,7 +54,7 @@ void Pending::finish(std::exception_ptr exception) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     exception_ = exception;
-    done_ = true;
+    done_.store(true, std::memory_order_release);
     callbacks.swap(callbacks_);
   }
   changed_.notify_all();
@@ -63,8 +63,8 @@ void Pending::finish(std::exception_ptr exception) {
 
 Worker::~Worker() { stop(); }
 
-std::shared_ptr<Pending> Worker::enqueue(std::function<void()> work) {
-  auto pending = std::make_shared<Task>(std::move(work));
+std::shared_ptr<Pending> Worker::enqueue(const Origin& origin, std::function<void()> work) {
+  auto pending = std::make_shared<Task>(origin, std::move(work));
   {
     std::lock_guard<std::mutex> lock(state_->mutex);
     PYCOMM_CHECK(!state_->stopping, kAborted, "the communicator has been shut down");

@@ -14,18 +14,24 @@
 #include <thread>
 #include <vector>
 
+#include "forks.h"
+
 namespace pycomm {
 
-// An operation in progress: finished, failed, or still to come. What pycomm._c10d calls is virtual,
+// An operation in progress: finished, failed, or still to come. In a forked child it stays what it
+// was: what would wait for more, or drive it, throws there. What pycomm._c10d calls is virtual,
 // since that module is not linked with this one.
 class Pending {
  public:
+  explicit Pending(const Origin& origin) : origin_(origin) {}
   virtual ~Pending() = default;
 
+  // Throws in a forked child, where nothing can finish it.
+  virtual void check_process() const { origin_.check(); }
   // May drive the operation (a message), so it is the way to poll.
   virtual bool is_done();
   // The failure, or null; also null while it is not done.
-  std::exception_ptr exception() const;
+  virtual std::exception_ptr exception() const;
   // False if the time ran out first. Does not throw what the operation threw. Zero or less: no
   // limit.
   virtual bool wait(std::chrono::milliseconds at_most);
@@ -37,19 +43,23 @@ class Pending {
  protected:
   // Once, without locks that a callback could need.
   void finish(std::exception_ptr exception);
+  // Without a lock, which a fork may have left locked in the child for ever.
+  bool has_finished() const { return done_.load(std::memory_order_acquire); }
 
  private:
+  const Origin origin_;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<std::function<void(std::exception_ptr)>> callbacks_;
   std::exception_ptr exception_;
-  bool done_ = false;
+  std::atomic<bool> done_{false};
 };
 
 // One that the worker runs.
 class Task : public Pending {
  public:
-  explicit Task(std::function<void()> work) : work_(std::move(work)) {}
+  Task(const Origin& origin, std::function<void()> work)
+      : Pending(origin), work_(std::move(work)) {}
   void run();
 
  private:
@@ -60,7 +70,7 @@ class Worker {
  public:
   Worker() : state_(std::make_shared<State>()) {}
   ~Worker();
-  std::shared_ptr<Pending> enqueue(std::function<void()> work);
+  std::shared_ptr<Pending> enqueue(const Origin& origin, std::function<void()> work);
   // Operations that are queued or running.
   int64_t depth() const { return state_->depth.load(std::memory_order_acquire); }
   // Runs what is queued, then ends the thread. Further work is refused.

@@ -4,7 +4,9 @@
 ``pycomm.DistributedDataParallel`` takes the place of torch's class. See README.md.
 """
 
+from pycomm import compression
 from pycomm.backend import get_communicator, register
+from pycomm.compression import all_reduce, sync_gradients
 from pycomm.ddp import DistributedDataParallel
 from pycomm.errors import (
     AbortedError,
@@ -35,11 +37,14 @@ __all__ = [
     "PeerDiedError",
     "TimeoutError",
     "__version__",
+    "all_reduce",
+    "compression",
     "create_communicator",
     "empty",
     "get_communicator",
     "shrink",
     "stats",
+    "sync_gradients",
 ]
 
 register()

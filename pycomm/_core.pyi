@@ -29,6 +29,22 @@ class Communicator:
         timeout: timedelta | None = None,
         async_op: bool = False,
     ) -> Pending | None: ...
+    def compressed_all_reduce(
+        self,
+        tensors: Sequence[Any],
+        codec: Codec,
+        *,
+        factor: float = 1.0,
+        divisor: float = 1.0,
+        residual: Any = None,
+        infinite: bool = False,
+        stochastic: bool = False,
+        seed: int = 0,
+        counts: CodecCounts | None = None,
+        algorithm: str = "auto",
+        timeout: timedelta | None = None,
+        async_op: bool = False,
+    ) -> Pending | None: ...
     def reduce(
         self,
         tensor: Any,
@@ -253,6 +269,20 @@ class Codec:
     def scales(self, count: int) -> int: ...
     def wire_bytes(self, count: int) -> int: ...
 
+class CodecCounts:
+    @property
+    def values(self) -> int: ...
+    @property
+    def overflows(self) -> int: ...
+    @property
+    def underflows(self) -> int: ...
+    @property
+    def non_finite(self) -> int: ...
+    @property
+    def squares(self) -> float: ...
+    @property
+    def error_squares(self) -> float: ...
+
 def transcode(
     codec: Codec,
     count: int,
@@ -262,6 +292,7 @@ def transcode(
     own: int = 0,
     first: int = 0,
     factor: float = 1.0,
+    divisor: float = 1.0,
     residual: Any = None,
     encoded: tuple[Any, Any] | None = None,
     outputs: Sequence[Any] | None = None,
@@ -269,7 +300,7 @@ def transcode(
     infinite: bool = False,
     stochastic: bool = False,
     seed: int = 0,
-) -> dict[str, Any]: ...
+) -> CodecCounts: ...
 def support_table() -> dict[str, list[str]]: ...
 
 eager_bytes: int

@@ -92,6 +92,13 @@ class Config:
         "torch and with the group living on, at the next forward).",
     )
 
+    ddp_buckets: str = _setting(
+        "direct",
+        "Where DDP averages gradients: direct (where they lie), torch (in its Reducer's buckets, as "
+        "is done anyway with find_unused_parameters, static_graph, gradient_as_bucket_view, hooks "
+        "and sparse gradients).",
+    )
+
     @classmethod
     def variables(cls) -> dict[str, str]:
         """Every variable and what it means."""
@@ -147,6 +154,7 @@ class Config:
             "call_sites": ("auto", "always", "never"),
             "liveness": ("auto", "pid", "lock", "heartbeat"),
             "ddp_missing": ("backward", "step"),
+            "ddp_buckets": ("direct", "torch"),
         }.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(

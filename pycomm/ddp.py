@@ -10,9 +10,9 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,13 +20,21 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from pycomm.backend import find_communicator
+from pycomm.compression.codecs import Encoding
+from pycomm.compression.ddp import DdpCompression
+from pycomm.compression.lists import share_of
+from pycomm.compression.report import Layer
 from pycomm.config import config
 from pycomm.ddp_checks import BackwardWatch, ParameterWatch, check_models_agree, refuse
 from pycomm.errors import InvalidArgument
 from pycomm.extension import c10d
 
+if TYPE_CHECKING:
+    from pycomm._core import Communicator
+
 log = logging.getLogger("pycomm")
 
+_OWN_ARGUMENTS = ("self", "overlap", "compression", "error_feedback", "__class__")
 _TORCH_ARGUMENTS = inspect.signature(TorchDistributedDataParallel.__init__).parameters
 
 
@@ -37,8 +45,13 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     parameters on the CPU, gradients are averaged by pycomm (16-bit floats accumulate in float32, the mean is rounded
     once; all ranks get identical bits), unless a communication hook is registered before the first forward.
 
-    Own keyword argument: ``overlap`` - whether buckets travel on a thread of their own while backward goes on (True),
-    or in the thread that runs backward (False); None decides by cores and ranks (``PYCOMM_DDP_OVERLAP``).
+    Own keyword arguments:
+
+    - ``overlap``: whether buckets travel on a thread of their own while backward goes on (True), or in the thread that
+      runs backward (False); None decides by cores and ranks (``PYCOMM_DDP_OVERLAP``).
+    - ``compression``: how gradients travel, "fp16", "bf16", "fp8" or "int8", or an object of pycomm.compression, which
+      says more; ``error_feedback`` overrides its default. Then gradients are divided before they are summed, and the
+      modes that need torch's Reducer are refused.
 
     Differences to torch's class, all of them where torch goes wrong in silence or hangs:
 
@@ -56,6 +69,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     - ``delay_all_reduce_named_params`` is refused: torch's version gives wrong gradients unless the hooked parameter
       happens to be last.
     """
+
+    _direct: Any = None  # the DirectReducer, once it is settled that gradients take it
 
     def __init__(
         self,
@@ -81,8 +96,10 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         forward_sync_buffers: bool | None = None,
         *,
         overlap: bool | None = None,
+        compression: str | Encoding | None = None,
+        error_feedback: bool | None = None,
     ) -> None:
-        arguments = {k: v for k, v in locals().items() if k not in ("self", "overlap", "__class__")}
+        arguments = {k: v for k, v in locals().items() if k not in _OWN_ARGUMENTS}
         if delay_all_reduce_named_params is not None and param_to_hook_all_reduce is not None:
             raise InvalidArgument(
                 "delay_all_reduce_named_params is not supported: torch's version does not wait for the gradients that "
@@ -93,6 +110,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             check_models_agree(module, process_group, device_mesh, sync_buffers)
         super().__init__(**_for_this_torch(arguments))
         self._overlap = overlap
+        self._compression = DdpCompression.of(compression, error_feedback)
         self._hook_is_settled = False
         self._hook_target: Any = None  # of the averaging hook, once it is in the Reducer
         self._parameter_watch = ParameterWatch(self.module, self.parameters_to_ignore)
@@ -101,6 +119,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
         """As torch's; the hook takes the place of pycomm's averaging."""
+        if self._compression is not None:
+            raise InvalidArgument("give either compression= or a communication hook")
         super().register_comm_hook(state, hook)
         self._hook_is_settled = True
 
@@ -115,6 +135,14 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     def _use_average_hook(self) -> None:
         """Puts pycomm's averaging hook into the Reducer, if buckets are on the CPU and the group is pycomm's."""
         self._hook_is_settled = True
+        try:
+            self._choose_reduction()
+        finally:
+            if self._compression is not None and self._direct is None:
+                self._hook_is_settled = False
+                self._compression.refuse(self)
+
+    def _choose_reduction(self) -> None:
         join_divides_by_active_ranks = self._join_config.enable and not getattr(
             self, "_divide_by_initial_world_size", True
         )
@@ -136,6 +164,36 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                 "beside backward" if overlaps else "in the thread that runs backward",
             )
             c10d.register_average_hook(self.reducer, self._hook_target, async_op=overlaps)
+            if self._may_go_direct():
+                self._direct = self._make_direct_reducer(communicator, overlaps)
+                self._backward_watch.core.attach_direct(self._direct)
+                if self._compression is not None:
+                    self._compression.attach(self, communicator)
+
+    def _may_go_direct(self) -> bool:
+        """Whether gradients can be averaged where they lie, which the Reducer's rarer modes do not do."""
+        dtypes = {parameter.dtype for parameter in self._parameters_of_reducer}
+        return (
+            config().ddp_buckets == "direct"
+            and not self.find_unused_parameters
+            and not self.static_graph
+            and not self.gradient_as_bucket_view
+            and dtypes <= {torch.float32, torch.float16, torch.bfloat16}
+        )
+
+    def _make_direct_reducer(self, communicator: Communicator, overlaps: bool) -> Any:
+        cap = self.bucket_bytes_cap
+        first = dist._DEFAULT_FIRST_BUCKET_BYTES if self.bucket_bytes_cap_default else cap
+        limits = [first, cap]
+        if hasattr(self, "_bucket_config"):  # torch 2.14
+            _, own = self._bucket_config.compute_bucket_size_limits(
+                static_graph=False, find_unused_parameters=False
+            )
+            limits = own or limits
+        limits = [max(limit, 0) for limit in limits]
+        return c10d.DirectReducer(
+            self._parameters_of_reducer, limits, communicator._address(), overlaps
+        )
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
         """As torch's, for any group if no averaging hook is in place yet, else for another one of pycomm's."""
@@ -147,6 +205,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                     f"{dist.get_backend(new_process_group)}; wrap the module anew for another backend"
                 )
             self._hook_target.replace(communicator._address())
+            if self._direct is not None:
+                self._direct.set_communicator(communicator._address())
         super()._update_process_group(new_process_group)
 
     def _overlaps(self, world_size: int) -> bool:
@@ -169,10 +229,51 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         times: dict[str, float] = self._backward_watch.core.times()
         return {**times, "share": times["seconds_exposed"] / (times["seconds"] or 1.0)}
 
+    def set_weight(self, weight: float | None) -> None:
+        """Collective: gradients become the mean weighted by every rank's `weight`, such as its samples or tokens.
+
+        Of the following backwards, until it is called again; None: the plain mean. Zero is allowed. Raises
+        InvalidArgument, on every rank, if a weight is negative or all are zero; and where gradients take torch's way.
+        """
+        if not self._hook_is_settled:
+            self._use_average_hook()
+        if self._direct is None:
+            raise InvalidArgument(
+                "weights need gradients that pycomm averages itself: a group of backend pycomm, on the CPU, without "
+                "find_unused_parameters, static_graph, gradient_as_bucket_view, hooks and sparse gradients"
+            )
+        communicator = find_communicator(self.process_group)
+        assert communicator is not None
+        self._direct.set_share(None if weight is None else share_of(weight, communicator))
+
+    def compression_state_dict(self) -> dict[str, Any]:
+        """Collective: what compression keeps, for a checkpoint of this rank; see pycomm.compression.state."""
+        return self._compression_or_refuse().state_dict(self)
+
+    def load_compression_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes it over, on any number of ranks; before the first step or between two."""
+        self._compression_or_refuse().load_state_dict(self, state)
+
+    def compression_residuals(self) -> dict[str, torch.Tensor]:
+        """What error feedback keeps, by parameter name, in memory order; the tensors themselves."""
+        return self._compression_or_refuse().residuals()
+
+    def compression_report(self) -> list[Layer]:
+        """What compression does to every layer's gradient as it is now; see pycomm.compression.report."""
+        return self._compression_or_refuse().report(self)
+
+    def _compression_or_refuse(self) -> DdpCompression:
+        if self._compression is None:
+            raise InvalidArgument("this module was made without compression=")
+        if not self._hook_is_settled:
+            self._use_average_hook()
+        return self._compression
+
     # ---- torch's hooks into the class -------------------------------------------------------------------------------
 
     def _ddp_init_helper(self, parameters: Any, *args: Any, **kwargs: Any) -> None:
         self._backward_watch = BackwardWatch(self, parameters)
+        self._parameters_of_reducer = list(parameters)
         super()._ddp_init_helper(parameters, *args, **kwargs)
         self._backward_watch.attach()
 
@@ -221,19 +322,59 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             refuse(self, problem)
         if not self.require_backward_grad_sync:
             return super().forward(*inputs, **kwargs)
-        self._backward_watch.forward_begins()
-        output = super().forward(*inputs, **kwargs)
+        directly = self._direct is not None and not self._join_config.enable
+        if self._compression is not None:
+            self._compression.before_forward(directly)
+        self._backward_watch.forward_begins(directly)
+        forward = self._forward_without_reducer if directly else super().forward
+        output = forward(*inputs, **kwargs)
         self._backward_watch.forward_ended(output)
         return output
+
+    def _forward_without_reducer(self, *inputs: Any, **kwargs: Any) -> Any:
+        """torch's forward, buffers and all, that does not arm its Reducer."""
+        self.require_backward_grad_sync = False
+        try:
+            output = super().forward(*inputs, **kwargs)
+        finally:
+            self.require_backward_grad_sync = True
+        self.require_forward_param_sync = True
+        self._has_rebuilt_buckets = self._direct.has_rebuilt()
+        return output
+
+    def _set_static_graph(self) -> None:
+        if self._direct is not None and self._direct.iteration() > 0:
+            problem = "_set_static_graph() should be called before training loop starts, not in it"
+            if self.logger is not None:
+                self.logger.set_error_and_log(problem)
+            raise RuntimeError(problem)
+        super()._set_static_graph()
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """torch's, in which what its Reducer does not do is told for it."""
+        data: dict[str, Any] = super()._get_ddp_logging_data()
+        if self._direct is None:
+            return data
+        parameters = self._parameters_of_reducer
+        sizes = [
+            sum(parameters[index].nbytes for index in bucket) for bucket in self._direct.buckets()
+        ]
+        data["iteration"] = self._direct.iteration()
+        data["has_rebuilt_buckets"] = int(self._direct.has_rebuilt())
+        if self._direct.has_rebuilt():
+            data["rebuilt_bucket_sizes"] = ", ".join(map(str, sizes))
+        return data
 
     # ---- pickling ---------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        for name in ("_parameter_watch", "_backward_watch"):
+        for name in ("_parameter_watch", "_backward_watch", "_parameters_of_reducer"):
             state.pop(name, None)
         state["_hook_is_settled"] = False
-        state["_hook_target"] = None
+        state["_hook_target"] = state["_direct"] = None
+        if self._compression is not None:  # residuals are compression_state_dict()'s
+            state["_compression"] = DdpCompression(self._compression.encoding)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -247,6 +247,19 @@ _PROBLEMS = {
 }
 
 
+def _torch_words(rank: int, indices: list[int], names: list[str]) -> str:
+    """What programs look for in torch's message, which its Reducer does not write when gradients go the direct way."""
+    if dist.get_debug_level() == dist.DebugLevel.OFF:
+        more = "torch tells names if you set the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL"
+    else:
+        more = f"Parameters which did not receive grad for rank {rank}: {', '.join(names)}"
+    return (
+        "Expected to have finished reduction in the prior iteration. What helps is passing the keyword argument "
+        "`find_unused_parameters=True`, or to see that all `forward` function outputs participate in calculating loss. "
+        f"Parameter indices which did not receive grad for rank {rank}: {' '.join(map(str, indices))}; {more}"
+    )
+
+
 class BackwardWatch:
     """Notices gradients that were computed but not reduced, and parameters for which other ranks would wait in vain.
 
@@ -282,10 +295,10 @@ class BackwardWatch:
         self._in_use = False
         self._watch.stop()
 
-    def forward_begins(self) -> None:
-        """To be called before every synchronised forward."""
+    def forward_begins(self, directly: bool) -> None:
+        """To be called before every synchronised forward; `directly` if the DirectReducer is to be armed by it."""
         if self._in_use:
-            self._watch.forward_begins()
+            self._watch.forward_begins(directly)
 
     def forward_ended(self, output: Any) -> None:
         """To be called after it, with what it returned."""
@@ -297,11 +310,15 @@ class BackwardWatch:
         kind, ddp = self._watch.unfinished(), self._ddp()
         if kind is None or ddp is None:
             return None
-        words = _in_words(kind, [self._names[index] for index in self._watch.unfinished_indices()])
+        indices = self._watch.unfinished_indices()
+        names = [self._names[index] for index in indices]
+        words = _in_words(kind, names)
         try:
             ddp.reducer._check_reducer_finalized()
         except RuntimeError as error:
             words += f"\n{error}"
+        else:
+            words += f"\n{_torch_words(dist.get_rank(ddp.process_group), indices, names)}"
         return words
 
     def check_before_forward(self) -> None:

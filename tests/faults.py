@@ -475,8 +475,11 @@ def departures() -> Iterator[Cell]:
 # ---- one cell from outside
 
 
-def check(cell: Cell, folder: Path) -> float:
-    """Runs a cell; returns the seconds until its last rank knew. Raises AssertionError for what is wrong."""
+def check(cell: Cell, folder: Path, worker: Callable[..., Any] = work) -> float:
+    """Runs a cell; returns the seconds until its last rank knew. Raises AssertionError for what is wrong.
+
+    Another `worker` calls `work` in a place of its own.
+    """
     ends = cell.fault in ("kill", "segv", "exit", "stop")
     (folder / "run").mkdir()
     absent = [
@@ -485,7 +488,7 @@ def check(cell: Cell, folder: Path) -> float:
         if cell.moment == "rendezvous" and cell.fault == "interrupt" and is_absent(cell, rank)
     ]
     results = run(
-        *(cell.world, work, cell, folder / "run"),
+        *(cell.world, worker, cell, folder / "run"),
         init=False,
         may_die={cell.culprit} if ends else (),
         stopped={cell.culprit} if cell.fault == "stop" else (),

@@ -447,6 +447,7 @@ def test_init_and_destroy_several_times(tmp_path: Path) -> None:
             dist.all_reduce(t, async_op=True)
             dist.all_reduce(u, group=group, async_op=True)  # destroying the group finishes both
             dist.destroy_process_group()
+            del group  # it holds its communicator, and that a pidfd if it ever slept
             totals += [t[-1].item(), u[-1].item()]
             counts.append(held())
         return totals, counts[0][:2], counts[-1][:2]

@@ -17,14 +17,17 @@ CSRC: Final = ROOT / "csrc"
 #: Patterns of files and their layer, the first that fits counts. A file includes its own layer and
 #: lower ones.
 LAYERS: Final = (
-    (r"(common|error|interrupt|clock|call_site|test_fault)\.h", 0),
+    (
+        r"(common|error|interrupt|python_interrupt|forks|clock|call_site|test_fault)\.h",
+        0,
+    ),
     (r"kernels/.*", 1),
     (r"slots\.h", 2),
     (r"algorithms/.*", 3),
     (r"(communicator|worker|recorder)\.(h|cpp)", 4),
     (r"shm/.*", 5),
     (
-        r"((core|communicator)_bindings\.cpp|bindings\.h|python_(tensor|call_site)\.(h|cpp)|dlpack\.h)",
+        r"((core|communicator|codec)_bindings\.cpp|bindings\.h|python_(tensor|call_site)\.(h|cpp)|dlpack\.h)",
         6,
     ),
     (r"c10d/.*", 6),
@@ -138,7 +141,7 @@ def test_foreign_headers_stay_where_they_belong(library: str) -> None:
         "pybind11": (
             re.compile(r"pybind11/|Python\.h"),
             re.compile(
-                r"(\w+_)?bindings\.(h|cpp)|python_(tensor|call_site)\.(h|cpp)|c10d/bindings\.cpp"
+                r"(\w+_)?bindings\.(h|cpp)|python_(tensor|call_site|interrupt)\.(h|cpp)|c10d/bindings\.cpp"
             ),
         ),
         "cuda": (re.compile(r"cuda|cub/|cooperative_groups"), re.compile(r".*\.cuh?")),

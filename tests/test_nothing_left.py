@@ -258,8 +258,8 @@ def is_flat(uses: list[Use]) -> bool:
     )
 
 
-def test_cycles_of_groups() -> None:
-    """ROB-07: 60 times new_group, use, destroy."""
+def test_rob_07_cycles_of_groups() -> None:
+    """pytorch#129868: 60 times new_group, use, destroy; descriptors, threads, segments and memory are flat."""
 
     def worker(rank: int, n: int) -> list[Use]:
         uses = []
@@ -306,8 +306,8 @@ def test_communicators_that_are_dropped() -> None:
         assert is_flat(uses), uses
 
 
-def test_groups_that_are_dropped(folder: str) -> None:
-    """torch keeps a group that is not destroyed; with the default group they all end."""
+def test_rob_07_groups_that_are_dropped(folder: str) -> None:
+    """The same if only the default group is destroyed: torch keeps the others until then, and they all end with it."""
 
     def worker(rank: int, n: int) -> list[Use]:
         uses = []
@@ -326,7 +326,7 @@ def test_groups_that_are_dropped(folder: str) -> None:
         assert uses[-1].segments == 0
 
 
-def test_many_groups_at_once() -> None:
+def test_rob_07_many_groups_at_once() -> None:
     """200 live groups of 4 ranks fit into 1024 descriptors each."""
 
     def worker(rank: int, n: int) -> tuple[int, int, float]:

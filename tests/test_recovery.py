@@ -157,6 +157,109 @@ def test_a_forked_child_is_refused_and_the_parent_unharmed() -> None:
     assert run(2, worker) == [(0, 4.0)] * 2
 
 
+def begun(kind: str, rank: int) -> tuple[Any, torch.Tensor]:
+    """What this rank has begun and the other not, and where its result will be."""
+    communicator = pycomm.get_communicator()
+    x = ones(1 << 20)
+    match kind:
+        case "collective":
+            return dist.all_reduce(x, async_op=True), x
+        case "receive":
+            return dist.irecv(x, 1 - rank), x
+        case "send":  # more than its channel takes
+            return dist.isend(x, 1 - rank), x
+        case "coalesced":
+            with dist._coalescing_manager(async_ops=True) as works:
+                dist.all_reduce(x)
+            return works, x
+        case "core collective":
+            return communicator.all_reduce(x, async_op=True), x
+        case "core receive":
+            return communicator.recv(x, 1 - rank, async_op=True), x
+        case "core send":
+            return communicator.send(x, 1 - rank, async_op=True), x
+    raise AssertionError(kind)
+
+
+def answered(kind: str, rank: int) -> None:
+    """The other rank's part of it."""
+    x = ones(1 << 20) * 2
+    if "send" in kind:
+        dist.recv(x, 1 - rank)
+    elif "receive" in kind:
+        dist.send(x, 1 - rank)
+    else:
+        dist.all_reduce(x)
+
+
+KINDS = ("collective", "receive", "send", "coalesced")
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *(f"core {kind}" for kind in KINDS[:3])])
+def test_a_forked_child_cannot_wait_for_what_its_parent_began(kind: str) -> None:
+    """Nothing would ever end it there, and a message must not be moved from there. The parent's own wait is as ever.
+
+    Only a Future that was asked for before the fork waits for ever in the child: its wait() is torch's own.
+    """
+
+    def worker(rank: int, n: int) -> tuple[str, float] | None:
+        store = dist.distributed_c10d._get_default_store()
+        if rank == 1:
+            store.wait(["forked"], td(10))
+            answered(kind, rank)
+            return None
+        work, x = begun(kind, rank)
+        here, there = os.pipe()
+        if os.fork() == 0:
+            uses = [work.wait, work.wait]
+            if hasattr(work, "is_done"):
+                uses.append(work.is_done)
+            elif kind == "coalesced":
+                uses += [work.works[0].is_completed, lambda: work.works[0].get_future()]
+            else:
+                uses += [work.is_completed, lambda: work.wait(td(1)), work.get_future]
+            uses.append(lambda: pycomm.empty(4, shared=True))
+            answers = [attempt(use) for use in uses]
+            os.write(there, "\n".join(str(answer) for answer in answers).encode())
+            os._exit(0)
+        os.close(there)
+        with os.fdopen(here) as pipe:
+            said = pipe.read()
+        os.wait()
+        store.set("forked", "yes")
+        work.wait()
+        return said, x[-1].item()
+
+    found, _ = run(2, worker)
+    assert found is not None
+    said, value = found
+    answers = said.split("\n")
+    assert len(answers) >= 4, said
+    assert all("was forked from rank 0 (pid " in answer for answer in answers), said
+    assert value == (1.0 if "send" in kind else 2.0 if "receive" in kind else 3.0)
+
+
+@pytest.mark.parametrize("through", ["c10d", "core"])
+def test_a_forked_child_may_look_at_what_is_over(through: str) -> None:
+    """It was so at the fork, and so it is in the child."""
+
+    def worker(rank: int, n: int) -> int:
+        x = ones()
+        work: Any = (
+            dist.all_reduce(x, async_op=True)
+            if through == "c10d"
+            else pycomm.get_communicator().all_reduce(x, async_op=True)
+        )
+        work.wait()
+        if (pid := os.fork()) == 0:
+            done = work.is_completed if through == "c10d" else work.is_done
+            work.wait()
+            os._exit(0 if done() and x[0] == 2.0 else 1)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    assert run(2, worker) == [0, 0]
+
+
 def test_workers_of_a_data_loader() -> None:
     """They are forked after the group is made; training goes on around them."""
 

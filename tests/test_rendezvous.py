@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-import shutil
 import socket
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from containers import can_unshare
 from harness import Refused, attempt, run, td
 from strangers import (
     GREETING,
@@ -311,12 +311,6 @@ def test_a_rank_tells_its_secret_to_its_own_user_only() -> None:
     assert isinstance(found, Refused)
     assert "TimeoutError" in found.kinds
     assert "nobody of this user" in found.message
-
-
-def can_unshare(*what: str) -> bool:
-    """Whether this machine lets us have namespaces of our own."""
-    command = ["unshare", *what, "true"]
-    return shutil.which("unshare") is not None and subprocess.run(command).returncode == 0
 
 
 ELSEWHERE = """

@@ -756,7 +756,7 @@ def abort(rank: int) -> str:
 
 def leave(rank: int) -> str:
     if rank == 1:
-        dist.destroy_process_group()
+        ends(dist.destroy_process_group)
         return "left"
     return ends(dist.barrier)
 

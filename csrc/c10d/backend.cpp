@@ -14,7 +14,7 @@ using WorkPtr = C10dBackend::WorkPtr;
 
 C10dBackend::C10dBackend(std::shared_ptr<Communicator> communicator, Split split, Farewell farewell)
     : Backend(communicator->rank(), communicator->world_size()),
-      target_{std::move(communicator), std::make_shared<Observers>()},
+      target_{communicator, std::make_shared<Observers>(communicator->name())},
       split_(std::move(split)),
       farewell_(std::move(farewell)),
       options_(c10::make_intrusive<Options>(kBackendName, target_.communicator->timeout())) {}

@@ -14,29 +14,6 @@ namespace {
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 
-// What the Reducer knows about its iteration; its own names for it.
-class State : public c10d::Reducer {
- public:
-  static bool expects(const c10d::Reducer& r) { return r.*(&State::expect_autograd_hooks_); }
-  static bool finds_unused(const c10d::Reducer& r) { return r.*(&State::find_unused_parameters_); }
-  static bool is_static(const c10d::Reducer& r) { return r.*(&State::static_graph_); }
-  static int64_t iteration(const c10d::Reducer& r) { return r.*(&State::num_iterations_); }
-  // The number of the backward that is running, or comes next; counted until all is reduced.
-  static int64_t backward(const c10d::Reducer& r) {
-    return r.*(&State::num_bwd_calls_) + (r.*(&State::first_autograd_hook_called_) ? 0 : 1);
-  }
-  static const std::vector<size_t>& unused(const c10d::Reducer& r) {
-    return r.*(&State::unused_parameters_);
-  }
-  // With static_graph, from the second iteration: the gradients of a parameter that must still
-  // come.
-  static int expected(const c10d::Reducer& r, size_t index) {
-    const auto& left = r.*(&State::numGradHooksTriggeredMapPerIteration_);
-    const auto found = left.find(index);
-    return found == left.end() ? 0 : found->second;
-  }
-};
-
 // Called by an accumulator after it has accumulated.
 class AccumulatedHook : public torch::autograd::FunctionPostHook {
  public:
@@ -66,30 +43,35 @@ BackwardWatch::BackwardWatch(const std::vector<at::Tensor>& parameters, bool lat
 
 void BackwardWatch::attach(std::shared_ptr<c10d::Reducer> reducer) {
   if (!watched_.empty()) own_references_ += watched_[0].accumulator.use_count();
-  reducer_ = std::move(reducer);
+  torch_ = std::make_shared<TorchReduction>(std::move(reducer));
+  reduction_ = torch_.get();
 }
 
 void BackwardWatch::stop() {
-  reducer_ = nullptr;
+  reduction_ = nullptr;
+  torch_ = nullptr;
+  direct_ = nullptr;
   for (Watched& watched : watched_) watched.accumulator->del_post_hook(watched.hook);
   watched_.clear();
 }
 
-void BackwardWatch::forward_begins() {
+void BackwardWatch::forward_begins(bool directly) {
   task_ = kNone;
+  if (torch_) reduction_ = directly ? static_cast<Reduction*>(direct_.get()) : torch_.get();
   times_->forward_begins();
   forwards_[forward_] = {at::RecordFunction::currentThreadId(), at::sequence_number::peek(), 0};
 }
 
 void BackwardWatch::forward_ended(const std::vector<at::Tensor>& outputs) {
-  if (!reducer_) return;
+  if (!reduction_) return;
+  if (reduction_ == direct_.get()) direct_->arm();
   forwards_[forward_].end = at::sequence_number::peek();
   forward_ = (forward_ + 1) % forwards_.size();
-  armed_iteration_ = State::iteration(*reducer_);
+  armed_iteration_ = reduction_->iteration();
   any_came_ = false;
   std::fill(came_.begin(), came_.end(), Came::kNo);
-  if (State::finds_unused(*reducer_) && !State::is_static(*reducer_))
-    for (const size_t index : State::unused(*reducer_)) came_[index] = Came::kIsUnused;
+  if (reduction_->finds_unused() && !reduction_->is_static())
+    for (const size_t index : reduction_->unused()) came_[index] = Came::kIsUnused;
   for (const at::Tensor& output : outputs) {
     if (!output.defined() || !output.requires_grad() || output.is_leaf()) continue;
     output.register_hook([weak = weak_from_this()](const at::Tensor&) {
@@ -98,28 +80,28 @@ void BackwardWatch::forward_ended(const std::vector<at::Tensor>& outputs) {
   }
 }
 
-bool BackwardWatch::armed() const { return State::iteration(*reducer_) == armed_iteration_; }
+bool BackwardWatch::armed() const { return reduction_->iteration() == armed_iteration_; }
 
 // Whether the Reducer has begun with the gradients of this iteration and not ended.
-bool BackwardWatch::waits() const { return armed() && any_came_ && State::expects(*reducer_); }
+bool BackwardWatch::waits() const { return armed() && any_came_ && reduction_->expects(); }
 
 // Then the Reducer only counts, until a backward has gone through an output of the forward.
 bool BackwardWatch::is_first_static() const {
-  return State::is_static(*reducer_) && State::backward(*reducer_) == 1;
+  return reduction_->is_static() && reduction_->is_first_backward();
 }
 
 const char* BackwardWatch::unfinished() const {
-  if (!reducer_ || !waits()) return nullptr;
+  if (!reduction_ || !waits()) return nullptr;
   if (task_ != kNone) return "interrupted";
   if (is_first_static()) return "unreached";
-  return State::is_static(*reducer_) ? "fewer" : "missing";
+  return reduction_->is_static() ? "fewer" : "missing";
 }
 
 std::vector<size_t> BackwardWatch::unfinished_indices() const {
-  const bool is_static = State::is_static(*reducer_), is_first = is_first_static();
+  const bool is_static = reduction_->is_static(), is_first = is_first_static();
   const auto is_unfinished = [&](size_t index) {
     if (is_first) return came_[index] == Came::kYes;
-    return is_static ? State::expected(*reducer_, index) > 0 : came_[index] == Came::kNo;
+    return is_static ? reduction_->expected(index) > 0 : came_[index] == Came::kNo;
   };
   std::vector<size_t> indices;
   for (size_t index = 0; index < watched_.size(); ++index)
@@ -136,14 +118,14 @@ bool BackwardWatch::is_between_backwards() const {
 void BackwardWatch::output_reached() {
   const std::lock_guard<std::mutex> lock(mutex_);
   const int task = torch::autograd::get_current_graph_task_id();
-  if (reducer_ && task_ != task) begin(task);
+  if (reduction_ && task_ != task) begin(task);
   reached_ = true;
 }
 
 // Checkpoints run backwards within a backward; these end with the outer one, if it is known.
 void BackwardWatch::begin(int64_t task) {
   task_ = task;
-  began_armed_ = State::expects(*reducer_);
+  began_armed_ = reduction_->expects();
   reached_ = restricted_ = false;
   late_.clear();
   times_->backward_begins();
@@ -155,20 +137,26 @@ void BackwardWatch::begin(int64_t task) {
 }
 
 void BackwardWatch::accumulated(size_t index, bool defined) {
-  if (!reducer_) return;
+  if (!reduction_) return;
   const char* problem = nullptr;
+  bool is_direct = false;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (task_ == kNone) begin(torch::autograd::get_current_graph_task_id());
     times_->gradient_came();
-    if (State::expects(*reducer_)) {
+    if (reduction_->expects()) {
       problem = problem_of_extra(index);
+      is_direct = reduction_ == direct_.get() && armed();
     } else if (defined) {
       if (late_.empty()) reached_ = reached_ || belongs_to_forward();
       late_.push_back(index);
     }
   }
   if (problem) report_(problem, {index});  // without the lock: it takes the GIL
+  if (!is_direct) return;
+  const uint64_t began = ticks();
+  direct_->ready(index);
+  times_->averaged(began);
 }
 
 // For a gradient that the Reducer takes: what is wrong with it, or null.
@@ -178,7 +166,7 @@ const char* BackwardWatch::problem_of_extra(size_t index) {
   any_came_ = true;
   const Came before = std::exchange(came_[index], Came::kYes);
   if (is_first_static()) return nullptr;
-  if (State::is_static(*reducer_)) return State::expected(*reducer_, index) == 0 ? "more" : nullptr;
+  if (reduction_->is_static()) return reduction_->expected(index) == 0 ? "more" : nullptr;
   if (before == Came::kIsUnused) return "unseen";
   return before == Came::kYes ? "twice" : nullptr;
 }
@@ -199,8 +187,9 @@ bool BackwardWatch::belongs_to_forward() const {
 void BackwardWatch::backward_ended() {
   std::unique_lock<std::mutex> lock(mutex_);
   task_ = kNone;
-  if (!reducer_) return;
-  if (armed() && !State::expects(*reducer_)) times_->backward_ended();
+  if (!reduction_) return;
+  if (reduction_ == direct_.get()) direct_->backward_ended();
+  if (armed() && !reduction_->expects()) times_->backward_ended();
   const bool reached = std::exchange(reached_, false);
   check_late(lock, reached);
   check_missing(lock, reached);
@@ -215,12 +204,12 @@ void BackwardWatch::check_late(std::unique_lock<std::mutex>& lock, bool reached)
 }
 
 void BackwardWatch::check_missing(std::unique_lock<std::mutex>& lock, bool reached) {
-  if (armed() && !State::expects(*reducer_)) armed_iteration_ = kNone;  // done
+  if (armed() && !reduction_->expects()) armed_iteration_ = kNone;  // done
   if (!waits()) return;
   std::vector<size_t> indices = unfinished_indices();
-  const bool is_static = State::is_static(*reducer_), is_first = is_first_static();
+  const bool is_static = reduction_->is_static(), is_first = is_first_static();
   if (is_first && !reached) return;
-  const bool is_final = restricted_ || (reached && (is_first || State::finds_unused(*reducer_)));
+  const bool is_final = restricted_ || (reached && (is_first || reduction_->finds_unused()));
   if (!is_final && late_reports_) return;
   if (!is_final) {
     // Another backward may follow: only what no graph can bring any more is missing.

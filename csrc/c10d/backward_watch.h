@@ -8,17 +8,18 @@
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <torch/csrc/distributed/c10d/reducer.hpp>
 #include <vector>
 
+#include "direct_reducer.h"
+#include "reduction.h"
 #include "step_times.h"
 
 namespace pycomm {
 
-// The Reducer is armed by a synchronised forward and expects one gradient of each parameter (with
+// A Reduction is armed by a synchronised forward and expects one gradient of each parameter (with
 // static_graph: as many as in the first iteration) until all buckets are reduced. It ignores those
 // that come later, and waits for ever for those that do not come. This class sees every gradient
-// just before the Reducer does, and looks at the Reducer when a backward has ended.
+// just before the Reduction does, and looks at it when a backward has ended.
 //
 // A gradient that comes too late is a mistake only if it belongs to a synchronised forward. That is
 // known by the forward's outputs, and by the numbers of the graph's nodes for outputs that nobody
@@ -33,10 +34,13 @@ class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
   BackwardWatch(const std::vector<at::Tensor>& parameters, bool late, Report report);
   ~BackwardWatch() { stop(); }
   void attach(std::shared_ptr<c10d::Reducer> reducer);
+  void attach_direct(std::shared_ptr<DirectReducer> direct) { direct_ = std::move(direct); }
   void stop();
 
   // Around a synchronised forward; not called for others, or when the Reducer is armed by others.
-  void forward_begins();
+  // `directly`: gradients are reduced by the DirectReducer, which is armed when the forward has
+  // ended.
+  void forward_begins(bool directly);
   void forward_ended(const std::vector<at::Tensor>& outputs);
 
   // What is amiss if no gradients come any more before the next forward, or null; and where.
@@ -56,7 +60,7 @@ class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
   struct Forward {  // the numbers of the nodes that it made
     uint64_t thread = 0, begin = 0, end = 0;
   };
-  enum class Came : uint8_t { kNo, kYes, kIsUnused };  // what the Reducer knows of a gradient
+  enum class Came : uint8_t { kNo, kYes, kIsUnused };  // what the Reduction knows of a gradient
   static constexpr int64_t kNone = -1;
 
   void output_reached();
@@ -76,16 +80,18 @@ class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
   const std::shared_ptr<StepTimes> times_ = std::make_shared<StepTimes>();
   std::vector<Watched> watched_;
   int64_t own_references_ = 0;  // to an accumulator, by this class and the Reducer
-  std::shared_ptr<c10d::Reducer> reducer_;
+  std::shared_ptr<Reduction> torch_;
+  std::shared_ptr<DirectReducer> direct_;
+  Reduction* reduction_ = nullptr;  // the one of the two that the last forward armed
 
   std::array<Forward, 4> forwards_;  // the last ones
   size_t forward_ = 0;
-  int64_t armed_iteration_ = kNone;  // the Reducer's number of it
+  int64_t armed_iteration_ = kNone;  // the Reduction's number of it
 
   mutable std::mutex mutex_;  // of what follows, in a backward: devices have threads of their own
   int64_t task_ = kNone;      // the backward whose end is awaited
   bool reached_ = false;      // it goes through a synchronised forward
-  bool began_armed_ = false;  // the Reducer expected gradients when it began
+  bool began_armed_ = false;  // the Reduction expected gradients when it began
   bool restricted_ = false;   // it has the argument inputs=
   std::vector<Came> came_;    // since forward_ended()
   bool any_came_ = false;     // likewise

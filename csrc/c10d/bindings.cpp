@@ -1,16 +1,20 @@
 // pycomm._c10d: the adapter that alone includes torch's headers and is tied to one torch version.
 #include <pybind11/chrono.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
+#include <optional>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
+#include <tuple>
 #include <utility>
 
 #include "../interrupt.h"
 #include "../python_interrupt.h"
 #include "backend.h"
 #include "backward_watch.h"
+#include "direct_reducer.h"
 #include "errors.h"
 #include "parameter_watch.h"
 
@@ -113,6 +117,58 @@ std::string farewell() {
   return py::module_::import("pycomm.farewell").attr("farewell")().cast<std::string>();
 }
 
+WireFormat wire_format_of(const std::string& name) {
+#define PYCOMM_CASE(enumerator, text, ...) \
+  if (name == text) return WireFormat::enumerator;
+  PYCOMM_WIRE_FORMATS(PYCOMM_CASE)
+#undef PYCOMM_CASE
+  throw C10dError(Error(ErrorKind::kInvalidArgument, "unknown wire format '" + name + "'"));
+}
+
+using Wirings = std::vector<std::tuple<std::string, int, bool, bool, bool>>;
+
+void set_wirings(DirectReducer& self, const Wirings& wirings, std::vector<size_t> of_parameter) {
+  std::vector<DirectReducer::Wiring> parsed;
+  for (const auto& [format, block, feedback, infinite, stochastic] : wirings)
+    parsed.push_back({{wire_format_of(format), block}, feedback, infinite, stochastic});
+  translated([&] { self.set_wirings(std::move(parsed), std::move(of_parameter)); });
+}
+
+void bind_direct_reducer(py::module_& m) {
+  using py::arg;
+  py::class_<DirectReducer, std::shared_ptr<DirectReducer>>(m, "DirectReducer")
+      .def(py::init([](const std::vector<at::Tensor>& parameters, const std::vector<size_t>& limits,
+                       const py::capsule& communicator, bool async_op) {
+             return std::make_shared<DirectReducer>(parameters, limits,
+                                                    communicator_from(communicator), async_op);
+           }),
+           arg("parameters"), arg("limits"), arg("communicator"), arg("async_op"))
+      .def(
+          "set_communicator",
+          [](DirectReducer& self, const py::capsule& communicator) {
+            self.set_communicator(communicator_from(communicator));
+          },
+          arg("communicator"), "Not while a backward runs.")
+      .def("set_wirings", &set_wirings, arg("wirings"), arg("of_parameter"),
+           "(format, block, feedback, infinite, stochastic) each, and an index for each parameter.")
+      .def("set_share", &DirectReducer::set_share, arg("share"))
+      .def("set_seed", &DirectReducer::set_seed, arg("seed"))
+      .def("buckets", &DirectReducer::buckets)
+      .def("has_rebuilt", &DirectReducer::has_rebuilt)
+      .def("iteration", &DirectReducer::iteration)
+      .def("residual",
+           [](const DirectReducer& self, size_t index) -> std::optional<at::Tensor> {
+             const at::Tensor residual = self.residual(index);
+             return residual.defined() ? std::make_optional(residual) : std::nullopt;
+           })
+      .def("set_residual", &DirectReducer::set_residual, arg("index"), arg("residual"))
+      .def("counts", [](const DirectReducer& self) {
+        const CodecCounts& counts = self.counts();
+        return py::make_tuple(counts.values, counts.overflows, counts.underflows, counts.non_finite,
+                              counts.squares, counts.error_squares);
+      });
+}
+
 }  // namespace
 }  // namespace pycomm
 
@@ -147,6 +203,8 @@ PYBIND11_MODULE(_c10d, m) {
           },
           py::arg("communicator"), "Not while a backward runs.");
 
+  bind_direct_reducer(m);
+
   py::class_<BackwardWatch, std::shared_ptr<BackwardWatch>>(m, "BackwardWatch")
       .def(py::init([](const std::vector<at::Tensor>& parameters, bool late, py::function report) {
              return std::make_shared<BackwardWatch>(parameters, late, report_to(std::move(report)));
@@ -154,7 +212,8 @@ PYBIND11_MODULE(_c10d, m) {
            py::arg("parameters"), py::arg("late"), py::arg("report"))
       .def("attach", &BackwardWatch::attach, py::arg("reducer"))
       .def("stop", &BackwardWatch::stop)
-      .def("forward_begins", &BackwardWatch::forward_begins)
+      .def("attach_direct", &BackwardWatch::attach_direct, py::arg("direct"))
+      .def("forward_begins", &BackwardWatch::forward_begins, py::arg("directly"))
       .def("forward_ended", &BackwardWatch::forward_ended, py::arg("outputs"))
       .def("unfinished", &BackwardWatch::unfinished)
       .def("unfinished_indices", &BackwardWatch::unfinished_indices)

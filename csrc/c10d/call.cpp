@@ -333,7 +333,7 @@ c10::intrusive_ptr<C10dWork> Call::start(std::vector<at::Tensor> outputs, Start&
   auto work = make_work(std::move(outputs));
   std::shared_ptr<Pending> pending;
   try {
-    pending = start(*work);
+    pending = start();
     if (!pending) write_back(copies_);
   } catch (...) {
     work->complete(for_torch(std::current_exception()));
@@ -343,6 +343,8 @@ c10::intrusive_ptr<C10dWork> Call::start(std::vector<at::Tensor> outputs, Start&
     work->complete(nullptr);
     return work;
   }
+  work->set_pending(
+      pending, request_.operation == Operation::kSend || request_.operation == Operation::kRecv);
   pending->on_done(
       [work, copies = std::move(copies_), kept = std::move(kept_)](std::exception_ptr exception) {
         if (!exception) exception = outcome_of_write_back(copies);
@@ -352,14 +354,14 @@ c10::intrusive_ptr<C10dWork> Call::start(std::vector<at::Tensor> outputs, Start&
 }
 
 c10::intrusive_ptr<C10dWork> Call::submit(bool async, std::vector<at::Tensor> outputs) {
-  return start(std::move(outputs), [&](C10dWork&) {
+  return start(std::move(outputs), [&] {
     request_.timeout = timeout_;
     return target_.communicator->submit(std::move(request_), async, nullptr);
   });
 }
 
 c10::intrusive_ptr<C10dWork> Call::post(int peer, int tag, void* data) {
-  return start({kept_.at(0)}, [&](C10dWork& work) {
+  return start({kept_.at(0)}, [&] {
     Message message;
     message.operation = request_.operation;
     message.dtype = request_.dtype;
@@ -369,17 +371,14 @@ c10::intrusive_ptr<C10dWork> Call::post(int peer, int tag, void* data) {
     message.data = data;
     message.timeout = timeout_;
     message.shape = request_.shape;
-    auto pending = target_.communicator->post(message, nullptr);
-    work.set_driver(pending);
-    return pending;
+    return target_.communicator->post(message, nullptr);
   });
 }
 
 c10::intrusive_ptr<C10dWork> Call::run_together(std::function<void()> work, bool async,
                                                 std::vector<at::Tensor> outputs) {
-  return start(std::move(outputs), [&](C10dWork&) {
-    return target_.communicator->run_together(std::move(work), async);
-  });
+  return start(std::move(outputs),
+               [&] { return target_.communicator->run_together(std::move(work), async); });
 }
 
 const at::Tensor& only(const std::vector<at::Tensor>& tensors, const Call& call) {

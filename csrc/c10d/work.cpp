@@ -94,6 +94,7 @@ void C10dWork::complete(std::exception_ptr exception) {
   if (observers_ && observers_->any()) tell_observers();
   finish(exception);
   if (future) mark(*future);
+  over_.store(true, std::memory_order_release);
 }
 
 namespace {
@@ -134,10 +135,18 @@ c10::intrusive_ptr<c10::ivalue::Future> C10dWork::future_so_far() {
   return future_;
 }
 
+// A forked child has a copy of a work; one that was not over at the fork never will be there.
+// Before any lock, which the child may have got locked.
+void C10dWork::check_process() const {
+  if (!pending_ || over_.load(std::memory_order_acquire)) return;
+  translated([this] { pending_->check_process(); });
+}
+
 // Who finds the work done finds its future done too: complete() marks it right after finish(). Not
 // before, since then a callback could not wait for the work.
 bool C10dWork::isCompleted() {
-  if (driver_) driver_->is_done();
+  check_process();
+  if (is_message_) pending_->is_done();
   if (!Work::isCompleted()) return false;
   const auto future = future_so_far();
   return !future || future->completed();
@@ -145,12 +154,13 @@ bool C10dWork::isCompleted() {
 
 // True when it is complete.
 bool C10dWork::wait_a_while(std::chrono::milliseconds at_most) {
-  if (driver_ && !driver_->wait(at_most)) return false;
+  if (is_message_ && !pending_->wait(at_most)) return false;
   std::unique_lock<std::mutex> lock(mutex_);
   return completed_ || cv_.wait_for(lock, at_most, [this] { return completed_; });
 }
 
 bool C10dWork::wait(std::chrono::milliseconds timeout) {
+  check_process();
   const bool limited = timeout > kNoTimeout;
   const auto deadline = limited ? Clock::now() + timeout : Clock::time_point::max();
   const auto slice = [&] {
@@ -162,11 +172,15 @@ bool C10dWork::wait(std::chrono::milliseconds timeout) {
     if (limited && Clock::now() >= deadline)
       throw C10dError(Error(
           ErrorKind::kTimeout,
-          concat("rank ", rank_, ": wait(timeout=", timeout.count(), " ms) for ",
-                 c10d::opTypeToString(opType_), " ended before the operation, which goes on")));
+          concat(
+              "rank ", rank_, ": wait(timeout=", timeout.count(), " ms) for ",
+              c10d::opTypeToString(opType_),
+              observers_ && !observers_->group().empty() ? " of group " + observers_->group() : "",
+              " ended before the operation, which goes on")));
     check_interrupt();
   }
   if (const auto future = future_so_far()) future->wait();  // marked next, see isCompleted
+  over_.store(true, std::memory_order_release);  // the thread that completes may not be so far
   if (exception_) std::rethrow_exception(exception_);
   return true;
 }
@@ -176,7 +190,7 @@ void C10dWork::abort() {
       Error(ErrorKind::kError, "a single operation cannot be aborted; abort the process group"));
 }
 
-int C10dWork::sourceRank() const { return driver_ ? driver_->source() : -1; }
+int C10dWork::sourceRank() const { return pending_ ? pending_->source() : -1; }
 
 float C10dWork::getDuration() const {
   PYCOMM_CHECK(started_ != Clock::time_point() && finished_ != Clock::time_point(), kError, "rank ",
@@ -185,6 +199,7 @@ float C10dWork::getDuration() const {
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> C10dWork::getFuture() {
+  check_process();
   std::lock_guard<std::mutex> lock(mutex_);
   if (!future_) {
     future_ =

@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
@@ -26,6 +27,9 @@ class Observers {
   };
   using Extensions = std::vector<std::shared_ptr<Extension>>;
 
+  explicit Observers(const std::string& group) : group_(group) {}
+  const std::string& group() const { return group_; }  // its name; the default group has none
+
   // False, and cheap, as long as nothing below was ever called.
   bool any() const { return any_.load(std::memory_order_acquire); }
 
@@ -43,6 +47,7 @@ class Observers {
   void aborted();
 
  private:
+  const std::string group_;
   std::atomic<bool> any_{false};
   std::mutex mutex_;
   CompletionHook completion_hook_;
@@ -73,14 +78,18 @@ class C10dWork : public c10d::Work {
   float getDuration() const override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
-  // Waiting for a message drives it.
-  void set_driver(std::shared_ptr<Pending> driver) { driver_ = std::move(driver); }
+  // What it is the end of, if that did not end at once. Waiting for a message drives it.
+  void set_pending(std::shared_ptr<Pending> pending, bool is_message) {
+    pending_ = std::move(pending);
+    is_message_ = is_message;
+  }
   void set_extensions(Observers::Extensions extensions) { extensions_ = std::move(extensions); }
   // Called once: by the submitter, or by the thread that finishes the operation.
   void complete(std::exception_ptr exception);
 
  private:
   using Clock = std::chrono::steady_clock;
+  void check_process() const;
   bool wait_a_while(std::chrono::milliseconds at_most);
   // Null if nobody has asked for it.
   c10::intrusive_ptr<c10::ivalue::Future> future_so_far();
@@ -91,11 +100,13 @@ class C10dWork : public c10d::Work {
   const uint64_t sequence_;
   std::shared_ptr<Observers> observers_;
   Observers::Extensions extensions_;
-  std::shared_ptr<Pending> driver_;
+  std::shared_ptr<Pending> pending_;
+  bool is_message_ = false;
   Clock::time_point started_, finished_;            // if somebody observes
   c10::intrusive_ptr<c10::ivalue::Future> future_;  // made when asked for
   bool settled_ = false;  // complete() has taken over: a future asked for later is marked at once
   std::exception_ptr failure_;
+  std::atomic<bool> over_{false};  // complete() has done all
 };
 
 // Several works as one: done when all are.

@@ -7,6 +7,8 @@
 // block's largest. int8's scale is that magnitude / 127. Without a block (0) there are no scales:
 // values beyond the format's range are saturated or become infinities.
 //
+// fp32 is no compression, but the same way through the code: lists, factors, the sum by rank.
+//
 // A block with infinity or NaN in it decodes to NaN, all of it. Without scales only those values
 // do.
 #pragma once
@@ -19,6 +21,7 @@ namespace pycomm {
 
 // X(enumerator, name, bytes of a value)
 #define PYCOMM_WIRE_FORMATS(X)  \
+  X(kFloat32, "fp32", 4)        \
   X(kFloat16, "fp16", 2)        \
   X(kBFloat16, "bf16", 2)       \
   X(kFloat8E4M3, "fp8_e4m3", 1) \
@@ -92,7 +95,7 @@ struct CodecCounts {
 // rank's own, is given by tensors, the others as they were encoded. The sum is encoded, or written,
 // or both. So this is encode (own alone), decode (one wire alone) and reduce.
 //
-// own[i] = factor * input[i] + residual[i], rounded after each step.
+// own[i] = factor * input[i] + residual[i], and the sum / divisor, rounded after each step.
 //
 // Error feedback: residual[i] becomes the sum minus what it was encoded as, so nothing is lost
 // between this call and the next. Of values that are marked as infinite or NaN, it stays.
@@ -111,6 +114,7 @@ struct TranscodeCall {
   int64_t first = 0;
   float factor = 1;
   float* residual = nullptr;  // [count], may be null
+  float divisor = 1;          // of the sum, before it is encoded or written
 
   // Results. `outputs` are tensors as `inputs` are, and may be the same; they receive what the
   // others will decode, if `values` is not null, else the sum itself.
@@ -125,5 +129,9 @@ struct TranscodeCall {
   CodecCounts* counts = nullptr;
 };
 void transcode(const TranscodeCall& call);
+// Which tensors it takes.
+inline bool can_transcode(DType dtype) {
+  return dtype == DType::kFloat32 || dtype == DType::kFloat16 || dtype == DType::kBFloat16;
+}
 
 }  // namespace pycomm

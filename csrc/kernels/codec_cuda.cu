@@ -38,10 +38,8 @@ auto kernel_for(WireFormat format, DType dtype) {
 
 void check_call(const TranscodeCall& call, const DeviceSpans& inputs, const DeviceSpans& outputs) {
   check(call.codec);
-  PYCOMM_CHECK(call.dtype == DType::kFloat32 || call.dtype == DType::kFloat16 ||
-                   call.dtype == DType::kBFloat16,
-               kInvalidArgument, "only float32, float16 and bfloat16 are compressed, not ",
-               name_of(call.dtype));
+  PYCOMM_CHECK(can_transcode(call.dtype), kInvalidArgument,
+               "only float32, float16 and bfloat16 are compressed, not ", name_of(call.dtype));
   PYCOMM_CHECK(call.num_wires >= 0 && call.num_wires <= kMostDeviceWires, kInvalidArgument,
                "transcode on CUDA sums the wires of up to ", kMostDeviceWires, " others, not ",
                call.num_wires);
@@ -68,6 +66,7 @@ DeviceTranscodeCall device_call(const TranscodeCall& call, const DeviceSpans& in
   result.counts = call.counts;
   result.seed = call.seed;
   result.factor = call.factor;
+  result.divisor = call.divisor;
   result.block = call.codec.block;
   result.num_wires = call.num_wires;
   result.own = std::max(call.own, -1);

@@ -8,6 +8,12 @@ struct FormatOf;
 // kMantissaBits and kLeastExponent (of normal numbers) give the distance between neighbours;
 // kScaledExponent is where a scale brings the block's largest magnitude.
 template <>
+struct FormatOf<WireFormat::kFloat32> {
+  using Value = float;
+  static constexpr int kMantissaBits = 23, kLeastExponent = -126, kScaledExponent = 0;
+  static constexpr float kLargest = 0x1.fffffep127f;
+};
+template <>
 struct FormatOf<WireFormat::kFloat16> {
   using Value = Half;
   static constexpr int kMantissaBits = 10, kLeastExponent = -14, kScaledExponent = 14;
@@ -63,8 +69,8 @@ PYCOMM_HOST_DEVICE PYCOMM_ALWAYS_INLINE Scale choose_scale(int32_t largest) {
   }
 }
 
-// The largest magnitude that a scaled value may have. In the last binade of floats rounding up would
-// make infinity of what is decoded; an int8 is rounded to 127 all the same.
+// The largest magnitude that a scaled value may have. In the last binade of floats rounding up
+// would make infinity of what is decoded; an int8 is rounded to 127 all the same.
 template <class Format>
 PYCOMM_HOST_DEVICE PYCOMM_ALWAYS_INLINE float scaled_limit(int32_t largest) {
   if constexpr (std::is_same_v<typename Format::Value, int8_t>)
@@ -125,7 +131,9 @@ PYCOMM_HOST_DEVICE PYCOMM_ALWAYS_INLINE F round_to_whole(F value) {
 template <class Format, class F, class I>
 PYCOMM_HOST_DEVICE PYCOMM_ALWAYS_INLINE F round_by_chance(F value, I random) {
   const I sign = bits_as<I>(value) & ~0x7fffffff, magnitude = bits_as<I>(value) & 0x7fffffff;
-  if constexpr (std::is_same_v<typename Format::Value, BFloat16>) {
+  if constexpr (std::is_same_v<typename Format::Value, float>) {
+    return value;
+  } else if constexpr (std::is_same_v<typename Format::Value, BFloat16>) {
     return bits_as<F>(I(sign | ((magnitude + (random & 0xffff)) & ~0xffff)));
   } else {
     const F chance = scaled(convert<F>(random), 0x1p-24f);

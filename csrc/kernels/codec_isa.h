@@ -91,7 +91,8 @@ class Transcoder {
     for (int64_t begin = 0; begin < call_.count; begin += length) {
       begin_ = begin;
       count_ = call_.count - begin < length ? call_.count - begin : length;
-      const int32_t largest = sum();
+      int32_t largest = sum();
+      if (call_.divisor != 1) largest = divide(largest);
       if (call_.values) encode(largest);
       if (call_.outputs) write_outputs();
     }
@@ -176,6 +177,12 @@ class Transcoder {
       }
     });
     return largest;
+  }
+
+  // Division keeps the order of magnitudes.
+  int32_t divide(int32_t largest) {
+    for_each_vector([&](int64_t at, int64_t) { buffer(at, buffered(at) / call_.divisor); });
+    return bits_as<int32_t>(bits_as<float>(largest) / call_.divisor);
   }
 
   // ---- the sum's ways out

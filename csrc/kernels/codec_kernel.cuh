@@ -6,6 +6,8 @@
 // Accesses are of 16 bytes where addresses allow it, of one element otherwise.
 #pragma once
 
+#include <cmath>
+
 #include "codec_cuda.h"
 #include "device_types.cuh"
 
@@ -31,6 +33,7 @@ struct DeviceTranscodeCall {
   CodecCounts* counts;
   uint64_t seed;
   float factor;
+  float divisor;
   int block;
   int num_wires;
   int own;
@@ -276,8 +279,8 @@ struct LaneEncoder {
     if (!is_marked) {
       error = value - decoded;
       counts.underflows += decoded == 0 && value != 0;
-      counts.squares += static_cast<double>(value) * value;
-      counts.error_squares += static_cast<double>(error) * error;
+      counts.squares = fma(double{value}, double{value}, counts.squares);
+      counts.error_squares = fma(double{error}, double{error}, counts.error_squares);
     }
     value = decoded;
     return !is_marked;
@@ -418,6 +421,10 @@ __global__ void __launch_bounds__(kMostTranscodeThreads)
       if (call.own >= 0) {
         add_own<T>(call, at, lanes, sum);
         add_wires<Format>(call, before, call.num_wires, block, at, lanes, sum);
+      }
+      if (call.divisor != 1) {
+#pragma unroll
+        for (int lane = 0; lane < kTranscodeLanes; ++lane) sum[lane] = sum[lane] / call.divisor;
       }
 #pragma unroll
       for (int lane = 0; lane < kTranscodeLanes; ++lane)

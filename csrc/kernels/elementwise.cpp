@@ -84,13 +84,13 @@ void check(const Codec& codec) {
       unscaled || (codec.block > 0 && codec.block <= kMaxBlock && codec.block % kBlockGranule == 0),
       kInvalidArgument, "a block is a multiple of ", kBlockGranule, " up to ", kMaxBlock, ", not ",
       codec.block);
+  PYCOMM_CHECK(unscaled || codec.format != WireFormat::kFloat32, kInvalidArgument,
+               "fp32 has no scales, so no block");
 }
 void transcode(const TranscodeCall& call) {
   check(call.codec);
-  PYCOMM_CHECK(call.dtype == DType::kFloat32 || call.dtype == DType::kFloat16 ||
-                   call.dtype == DType::kBFloat16,
-               kInvalidArgument, "only float32, float16 and bfloat16 are compressed, not ",
-               name_of(call.dtype));
+  PYCOMM_CHECK(can_transcode(call.dtype), kInvalidArgument,
+               "only float32, float16 and bfloat16 are compressed, not ", name_of(call.dtype));
   if (call.count == 0) return;  // of no elements, none is where they begin
   chosen->transcode(call);
 }

@@ -77,6 +77,10 @@ std::string ShmCommunicator::call_of(int rank) const {
   request.algorithm = header.algorithm;
   request.count = header.count;
   request.root = header.root;
+  Compression compression;
+  compression.codec = header.codec;
+  if (header.codec.block != kUncompressed)
+    request.compression = std::make_shared<const Compression>(compression);
   return concat(describe(request), header.has_parts ? " with counts of its own for each rank" : "");
 }
 
@@ -157,7 +161,7 @@ void ShmCommunicator::throw_late(int peer) const {
   const bool stopped = liveness_.is_stopped(peer);
   const std::string text =
       concat(where(), " exceeded its timeout of ", limit_.count(), " ms, waiting for rank ", peer);
-  PYCOMM_CHECK(!stopped, kPeerDied, text, ", whose process (pid ", segment_->area(peer).pid,
+  PYCOMM_CHECK(!stopped, kPeerDied, text, ", whose process (", liveness_.process_of(peer),
                ") stands still, stopped by a signal or a debugger; ", arrivals(),
                ". Continue it (kill -CONT) or end it.");
   throw Error(ErrorKind::kTimeout, concat(text, "; ", arrivals(),
@@ -171,16 +175,17 @@ void ShmCommunicator::lost_peer(int peer) const {
   const std::string farewell = departed == kPresent ? "" : area.farewell;
   if (departed == kLeft && farewell.empty())
     throw Error(ErrorKind::kMismatch,
-                concat(where(), " waits for rank ", peer, " (pid ", area.pid,
+                concat(where(), " waits for rank ", peer, " (", liveness_.process_of(peer),
                        "), which has destroyed the group; ", last_of(peer),
                        ". That rank makes one call less, or this one a call too many: every rank "
                        "must make the same calls in the same order."));
   const std::string how = departed == kPresent ? "died"
                           : farewell.empty()   ? "ended without destroying its process group"
                                                : "left the group because of " + farewell;
-  throw Error(ErrorKind::kPeerDied,
-              concat(where(), " lost rank ", peer, " (pid ", area.pid, "), which ", how, "; ",
-                     meeting_ ? arrivals() : last_of(peer), ". See that rank's own output."));
+  throw Error(
+      ErrorKind::kPeerDied,
+      concat(where(), " lost rank ", peer, " (", liveness_.process_of(peer), "), which ", how, "; ",
+             meeting_ ? arrivals() : last_of(peer), ". See that rank's own output."));
 }
 
 // After this rank has left, which had made fewer calls than a peer.
@@ -240,7 +245,7 @@ void ShmCommunicator::check_for_crossing(int peer) const {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   if (load_acquire(area.reported.value) == found->sequence) found->call = area.report;
   throw Error(ErrorKind::kMismatch,
-              concat(where(), " waits for rank ", peer, " (pid ", theirs.pid,
+              concat(where(), " waits for rank ", peer, " (", liveness_.process_of(peer),
                      "), which waits for this rank in another group: ", found->call, " (operation ",
                      found->sequence, found->group,
                      "). Every rank must use the groups in the same order."));

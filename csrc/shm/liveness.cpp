@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "../error.h"
+#include "greeting.h"
 #include "wait.h"
 
 namespace pycomm {
@@ -40,6 +41,12 @@ struct flock byte_of(int rank) {
   return lock;
 }
 
+// Whether /proc is of this process' pid namespace, and not of the one around it.
+bool proc_shows_pids() {
+  char link[16] = "";
+  return readlink("/proc/self", link, sizeof link - 1) > 0 && link == std::to_string(getpid());
+}
+
 }  // namespace
 
 Liveness::Liveness(std::shared_ptr<Segment> segment, int rank)
@@ -63,26 +70,37 @@ Liveness::~Liveness() {
 void Liveness::introduce() {
   RankArea& mine = segment_->area(rank_);
   mine.pid_namespace = pid_namespace_;
+  host_name().copy(mine.host, sizeof mine.host - 1);
   store_release(mine.pid, static_cast<uint32_t>(getpid()));
 }
 
-bool Liveness::is_me(const RankArea& area) const {  // ranks may be threads of one process
-  return area.pid == static_cast<uint32_t>(getpid()) && area.pid_namespace == pid_namespace_;
+bool Liveness::is_me(int rank) const {  // ranks may be threads of one process
+  return rank == rank_ ||
+         (segment_->area(rank).pid == static_cast<uint32_t>(getpid()) && shares_namespace(rank));
+}
+
+// False also if the system tells neither namespace.
+bool Liveness::shares_namespace(int rank) const {
+  return pid_namespace_ != 0 && segment_->area(rank).pid_namespace == pid_namespace_;
 }
 
 bool Liveness::shares_pids(int rank) const {
   const LifeSign how = segment_->head().config.liveness;
-  return how == LifeSign::kPid || (how == LifeSign::kAuto && pid_namespace_ != 0 &&
-                                   segment_->area(rank).pid_namespace == pid_namespace_);
+  return how == LifeSign::kPid || (how == LifeSign::kAuto && shares_namespace(rank));
 }
 
 void Liveness::begin() {
+  const LifeSign how = segment_->head().config.liveness;
   bool all_by_pid = true;
-  for (int peer = 0; peer < segment_->head().world_size; ++peer)
-    all_by_pid = all_by_pid && (is_me(segment_->area(peer)) || shares_pids(peer));
+  for (int peer = 0; peer < segment_->head().world_size; ++peer) {
+    PYCOMM_CHECK(how != LifeSign::kPid || is_me(peer) || shares_namespace(peer), kInvalidArgument,
+                 "rank ", rank_, " cannot watch rank ", peer, " by its pid: it is ",
+                 process_of(peer), ". Set PYCOMM_LIVENESS to auto.");
+    all_by_pid = all_by_pid && (is_me(peer) || shares_pids(peer));
+  }
   if (all_by_pid) return;
   RankArea& mine = segment_->area(rank_);
-  const bool heart = segment_->head().config.liveness == LifeSign::kHeartbeat || !take_lock();
+  const bool heart = how == LifeSign::kHeartbeat || !take_lock();
   if (heart) heart_ = std::thread([this] { beat(); });
   store_release(mine.watched_by, heart ? kByHeartbeat : kByLock);
 }
@@ -134,7 +152,7 @@ bool Liveness::is_silent(int rank) const {
 bool Liveness::is_dead(int rank) const {
   const RankArea& area = segment_->area(rank);
   const uint32_t pid = load_acquire(area.pid);
-  if (pid == 0 || is_me(area)) return false;
+  if (pid == 0 || is_me(rank)) return false;
   if (!shares_pids(rank)) {
     const uint32_t by = load_acquire(area.watched_by);
     return by == kByLock ? !holds_lock(rank) : by == kByHeartbeat && is_silent(rank);
@@ -154,7 +172,8 @@ bool Liveness::is_dead(int rank) const {
 // proc_pid_stat(5).
 bool Liveness::is_stopped(int rank) const {
   const RankArea& area = segment_->area(rank);
-  if (load_acquire(area.pid) == 0 || is_me(area) || !shares_pids(rank)) return false;
+  if (load_acquire(area.pid) == 0 || is_me(rank) || !shares_pids(rank) || !proc_shows_pids())
+    return false;
   const std::string path = concat("/proc/", area.pid, "/stat");
   char text[512] = "";
   const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
@@ -163,6 +182,14 @@ bool Liveness::is_stopped(int rank) const {
   close(file);
   const char* end = length > 0 ? std::strrchr(text, ')') : nullptr;
   return end && end[1] == ' ' && (end[2] == 'T' || end[2] == 't');
+}
+
+std::string Liveness::process_of(int rank) const {
+  const RankArea& area = segment_->area(rank);
+  if (is_me(rank) || area.pid_namespace == pid_namespace_) return concat("pid ", area.pid);
+  const std::string host = area.host;
+  return concat("pid ", area.pid, " in another pid namespace",
+                host == host_name() ? "" : concat(", that of host ", host));
 }
 
 }  // namespace pycomm

@@ -37,6 +37,8 @@ class Liveness {
   bool is_dead(int rank) const;
   // By a signal or a debugger; false where that cannot be seen.
   bool is_stopped(int rank) const;
+  // "pid 7", with what helps to find it if it is a pid of another namespace.
+  std::string process_of(int rank) const;
   static constexpr std::chrono::milliseconds kSilence{1500};
 
  private:
@@ -46,7 +48,8 @@ class Liveness {
     uint32_t beats = 0;   // last seen, and when that was new
     std::chrono::steady_clock::time_point since{};
   };
-  bool is_me(const RankArea& area) const;
+  bool is_me(int rank) const;
+  bool shares_namespace(int rank) const;
   bool shares_pids(int rank) const;
   bool take_lock();
   bool holds_lock(int rank) const;

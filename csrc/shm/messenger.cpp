@@ -22,9 +22,11 @@ constexpr int kPiecesPerPost = 16;
 
 }  // namespace
 
-Messenger::Messenger(std::shared_ptr<Segment> segment, int rank, const Patience& patience,
-                     const Liveness& liveness, Recorder& recorder, Count count, End end)
+Messenger::Messenger(std::shared_ptr<Segment> segment, const Origin& origin, int rank,
+                     const Patience& patience, const Liveness& liveness, Recorder& recorder,
+                     Count count, End end)
     : segment_(std::move(segment)),
+      origin_(origin),
       rank_(rank),
       world_size_(segment_->head().world_size),
       patience_(patience),

@@ -27,6 +27,7 @@
 
 #include "../communicator.h"
 #include "../error.h"
+#include "../forks.h"
 #include "../recorder.h"
 #include "channel.h"
 #include "liveness.h"
@@ -68,8 +69,9 @@ class Messenger : public std::enable_shared_from_this<Messenger> {
   using End = std::function<void(ErrorKind, const std::string&)>;
   // Counts a message that is done, with its start and end in ticks; under the lock.
   using Count = std::function<void(const Message&, uint64_t, uint64_t)>;
-  Messenger(std::shared_ptr<Segment> segment, int rank, const Patience& patience,
-            const Liveness& liveness, Recorder& recorder, Count count, End end);
+  Messenger(std::shared_ptr<Segment> segment, const Origin& origin, int rank,
+            const Patience& patience, const Liveness& liveness, Recorder& recorder, Count count,
+            End end);
 
   // See Communicator::post. A send that is complete already is null.
   std::shared_ptr<Pending> post(const Message& message, std::chrono::milliseconds limit,
@@ -152,6 +154,7 @@ class Messenger : public std::enable_shared_from_this<Messenger> {
   void help_along();
 
   const std::shared_ptr<Segment> segment_;
+  const Origin origin_;
   const int rank_;
   const int world_size_;
   const Patience patience_;

@@ -56,7 +56,8 @@ std::unique_lock<std::mutex> Messenger::lock() {
 
 Transfer::Transfer(std::shared_ptr<Messenger> messenger, const Message& message, milliseconds limit,
                    std::shared_ptr<void> keep_alive)
-    : messenger_(std::move(messenger)),
+    : Pending(messenger->origin_),
+      messenger_(std::move(messenger)),
       message_(shapeless(message)),
       limit_(limit),
       keep_alive_(std::move(keep_alive)) {}

@@ -35,7 +35,7 @@ void Messenger::fail_late(const TransferPtr& transfer) {
              transfer->limit_.count(), " ms: ", progress_of(*transfer));
   if (stopped)
     fail(transfer, ErrorKind::kPeerDied,
-         concat(text, "; its process (pid ", segment_->area(peer).pid,
+         concat(text, "; its process (", liveness_.process_of(peer),
                 ") stands still, stopped by a signal or a debugger. Continue it (kill -CONT) or "
                 "end it."));
   else
@@ -62,8 +62,8 @@ void Messenger::lose(int peer) {
     const bool any = transfer->message_.peer == kAnySource && transfer != incoming_[peer].receiver;
     if (any ? left && !all_gone() : source_of(*transfer) != peer) continue;
     return fail(transfer, ErrorKind::kPeerDied,
-                concat(call(transfer->message_, transfer->record_), " lost rank ", peer, " (pid ",
-                       area.pid, "), which ", left ? "left the group" : "died",
+                concat(call(transfer->message_, transfer->record_), " lost rank ", peer, " (",
+                       liveness_.process_of(peer), "), which ", left ? "left the group" : "died",
                        left && area.farewell[0] ? concat(" because of ", area.farewell) : "", ": ",
                        progress_of(*transfer), ". See that rank's own output."));
   }

@@ -6,6 +6,7 @@
 #include <mutex>
 #include <vector>
 
+#include "../forks.h"
 #include "shm_communicator.h"
 
 namespace pycomm::registry {

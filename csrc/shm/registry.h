@@ -19,11 +19,6 @@ void remove(ShmCommunicator* communicator);
 // With the registry locked: `visit` must not wait. Ends early when it returns true.
 void visit(const std::function<bool(ShmCommunicator&)>& visit);
 
-// How often this process has been forked off since its first communicator: it may use only those
-// that were made since.
-inline std::atomic<unsigned> forks{0};
-inline unsigned generation() { return forks.load(std::memory_order_relaxed); }
-
 // Notes who calls operations; whether more than one thread of this process ever has.
 inline std::atomic<uint64_t> only_caller{0};
 inline std::atomic<bool> many_callers{false};

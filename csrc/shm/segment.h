@@ -9,6 +9,7 @@
 #include <memory>
 
 #include "../common.h"
+#include "../kernels/codec.h"
 #include "../recorder.h"
 #include "../slots.h"
 
@@ -42,6 +43,8 @@ struct alignas(kSeparationBytes) Flag {
   uint32_t sleepers;  // how many waiters sleep in the kernel and want a wake
 };
 
+inline constexpr int32_t kUncompressed = -1;
+
 // The head of every operation. `sequence` is written last: it announces the header and what lies
 // behind it.
 struct OperationHeader {
@@ -52,6 +55,7 @@ struct OperationHeader {
   Algorithm algorithm;
   int64_t count;
   int32_t root;
+  Codec codec;         // of a compressed all_reduce; of others, block is kUncompressed
   uint32_t has_parts;  // whether `parts` below holds the counts, in place of `count`
   double factor;       // of this rank's contribution to a premul_sum
   uint64_t address;    // of the tensor, for its own process
@@ -87,6 +91,7 @@ struct RankArea {
   Flag doorbell;           // counts what happened to a sleeping rank's messages
   uint32_t pid;            // 0: not here yet
   uint64_t pid_namespace;  // inode; a pid means nothing in another one
+  char host[65];           // a container's is its own, usually
   uint32_t watched_by;     // by those for whom it does not
   uint32_t heartbeat;
   uint32_t flag_latency_ns;

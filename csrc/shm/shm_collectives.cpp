@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "../algorithms/choose.h"
+#include "../algorithms/compressed.h"
 #include "../algorithms/direct.h"
 #include "../algorithms/exchange.h"
 #include "../algorithms/one_shot.h"
@@ -45,7 +46,7 @@ void ShmCommunicator::dispatch(const Request& request) {
   switch (request.operation) {
     case Operation::kAllReduce:
     case Operation::kReduce:
-      return all_reduce(request);
+      return request.compression ? compressed_all_reduce(request) : all_reduce(request);
     case Operation::kReduceScatter:
       return reduce_scatter(request);
     case Operation::kBroadcast:
@@ -112,6 +113,36 @@ void ShmCommunicator::all_reduce(const Request& request) {
       return slots_.advance(ring_all_reduce(slots_, math, input, output, count));
     default:
       return slots_.advance(two_shot_all_reduce(slots_, math, input, output, count));
+  }
+}
+
+// Few values travel encoded beside the header.
+void ShmCommunicator::compressed_all_reduce(const Request& request) {
+  const Compression& compression = *request.compression;
+  const int64_t count = request.count, wire_bytes = compression.codec.wire_bytes(count);
+  const bool is_eager = wire_bytes <= kEagerBytes;
+  if (is_eager &&
+      (request.algorithm == Algorithm::kAuto || request.algorithm == Algorithm::kOneShot)) {
+    const Encoder encoder(compression, false);
+    encoder.encode(0, count, encoder.place(announcement_of(rank()).payload, count, 0));
+    announce();
+    meet();
+    std::vector<Wire> wires;
+    for (int peer = 0; peer < world_size(); ++peer)
+      wires.push_back(encoder.wire(announcement_of(peer).payload, count, 0));
+    return encoder.sum(wires, 0, count);
+  }
+  announce();
+  if (!meets_later(request)) meet();
+  follow_placement(request);
+  const Encoder encoder(compression, stream_);
+  switch (request.algorithm) {
+    case Algorithm::kOneShot:
+      return slots_.advance(compressed_one_shot(slots_, encoder, count));
+    case Algorithm::kRing:
+      return slots_.advance(compressed_ring(slots_, encoder, count));
+    default:
+      return slots_.advance(compressed_two_shot(slots_, encoder, count));
   }
 }
 
@@ -351,6 +382,8 @@ void ShmCommunicator::fill_header(const Request& request) {
   header.count = request.count;
   header.root = request.root;
   header.has_parts = request.needs_table();
+  header.codec =
+      request.compression ? request.compression->codec : Codec{WireFormat::kFloat32, kUncompressed};
   header.factor = request.factor;
   header.place = place_of(request);
   header.address = address_of(request);
@@ -373,6 +406,8 @@ void ShmCommunicator::corrupt(OperationHeader& header) const {
   spoil(header.algorithm);
   spoil(header.count);
   spoil(header.root);
+  spoil(header.codec.format);
+  spoil(header.codec.block);
   spoil(header.has_parts);
   spoil(header.factor);
   spoil(header.address);
@@ -393,7 +428,7 @@ void ShmCommunicator::announce(const void* payload, int64_t payload_bytes) {
 // enough for that to pay.
 int64_t ShmCommunicator::place_of(const Request& request) const {
   const int64_t bytes = request.bytes();
-  if (bytes <= kEagerBytes || !request.inputs.empty()) return 0;
+  if (bytes <= kEagerBytes || !request.inputs.empty() || request.compression) return 0;
   switch (request.operation) {
     case Operation::kReduce:
     case Operation::kAllReduce:
@@ -524,7 +559,7 @@ bool ShmCommunicator::agrees_with(int peer) const {
   const bool same = mine.operation == theirs.operation && mine.dtype == theirs.dtype &&
                     mine.op == theirs.op && mine.algorithm == theirs.algorithm &&
                     (mine.count == theirs.count || mine.has_parts) && mine.root == theirs.root &&
-                    mine.has_parts == theirs.has_parts;
+                    mine.codec == theirs.codec && mine.has_parts == theirs.has_parts;
   return same || !checks_headers_;
 }
 

@@ -34,7 +34,6 @@ ShmCommunicator::ShmCommunicator(std::shared_ptr<Segment> segment, int rank,
       segment_(std::move(segment)),
       heap_(std::make_shared<Heap>(segment_, rank)),
       liveness_(segment_, rank),
-      generation_(registry::generation()),
       patience_(kCrowded),
       checks_headers_(segment_->head().config.check_headers != 0),
       records_(segment_->head().config.records > 0),
@@ -61,7 +60,7 @@ ShmCommunicator::ShmCommunicator(std::shared_ptr<Segment> segment, int rank,
   slots_.set_patience(patience_);
   find_single_copy();
   messenger_ = std::make_shared<Messenger>(
-      segment_, rank, patience_, liveness_, recorder_,
+      segment_, origin(), rank, patience_, liveness_, recorder_,
       [this](const Message& message, uint64_t started, uint64_t finished) {
         count(message.operation, message.bytes(), started, 0, finished);
       },
@@ -246,15 +245,6 @@ void ShmCommunicator::check_entry() {
       failed_.exchange(true) ? ErrorKind::kAborted : static_cast<ErrorKind>(record.kind);
   throw Error(kind, concat("rank ", rank(), ": this communicator ended before: ", report,
                            " -- destroy the process group and initialise it again to go on."));
-}
-
-void ShmCommunicator::throw_forked() const {
-  throw Error(ErrorKind::kError,
-              concat("process ", getpid(), " was forked from rank ", rank(), " (pid ",
-                     segment_->area(rank()).pid,
-                     ") after the process group was made, and cannot communicate in its place. "
-                     "Communicate in the parent, or start the process with the 'spawn' or "
-                     "'forkserver' method and make a group of its own there."));
 }
 
 void ShmCommunicator::wake_all(RankArea& area) {

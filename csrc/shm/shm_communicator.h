@@ -43,10 +43,12 @@ class ShmCommunicator : public Communicator, private Watch {
   std::shared_ptr<Segment> succeed(const std::vector<int>& ranks,
                                    std::chrono::milliseconds timeout);
   std::vector<int> living_ranks() const override;
-  bool is_forked() const { return generation_ != registry::generation(); }
   double flag_latency_ns() override;
   std::shared_ptr<Pending> post(const Message& message, std::shared_ptr<void> keep_alive) override;
-  std::shared_ptr<void> allocate(int64_t bytes) override { return heap_->allocate(bytes); }
+  std::shared_ptr<void> allocate(int64_t bytes) override {
+    check_process();  // the parent, who has the heap too, would hand out the same memory
+    return heap_->allocate(bytes);
+  }
   int64_t shared_offset(const void* data, int64_t bytes) const override {
     return heap_->offset_of(data, bytes);
   }
@@ -64,9 +66,6 @@ class ShmCommunicator : public Communicator, private Watch {
 
  protected:
   void execute(const Request& request) override;
-  void check_process() const override {
-    if (__builtin_expect(is_forked(), 0)) throw_forked();
-  }
 
  private:
   class SignalGuard;
@@ -81,6 +80,7 @@ class ShmCommunicator : public Communicator, private Watch {
   // shm_collectives.cpp
   void dispatch(const Request& request);
   void all_reduce(const Request& request);
+  void compressed_all_reduce(const Request& request);
   void reduce_scatter(const Request& request);
   void broadcast(const Request& request);
   void gather(const Request& request);
@@ -165,7 +165,6 @@ class ShmCommunicator : public Communicator, private Watch {
   bool is_gone(int peer) const;
   [[noreturn]] void throw_ended(const std::string& where) const;
   void check_entry();
-  [[noreturn]] void throw_forked() const;
   void record_abort(ErrorKind kind, const std::string& message);
   static void wake_all(RankArea& area);
 
@@ -187,7 +186,6 @@ class ShmCommunicator : public Communicator, private Watch {
   std::shared_ptr<Segment> segment_;
   std::shared_ptr<Heap> heap_;
   mutable Liveness liveness_;
-  const unsigned generation_;
   Patience patience_;
   bool can_copy_once_ = false;  // ranks can read each other's memory; the same on all ranks
   bool single_copy_ = false;    // and it pays, where they are now

@@ -11,6 +11,7 @@ using Clock = std::chrono::steady_clock;
 }  // namespace
 
 void ShmCommunicator::raise_signal(void* signal) {
+  check_process();
   Flag& flag = *static_cast<Flag*>(signal);
   set_and_wake(flag.value, flag.value + 1, flag.sleepers);
 }
@@ -32,7 +33,7 @@ class ShmCommunicator::SignalGuard {
   }
   [[noreturn]] void lost() const {
     throw Error(ErrorKind::kPeerDied,
-                concat(where(), " lost that rank (pid ", owner_.segment_->area(peer_).pid,
+                concat(where(), " lost that rank (", owner_.liveness_.process_of(peer_),
                        "), which died or left the group. See its own output."));
   }
 
@@ -48,6 +49,7 @@ class ShmCommunicator::SignalGuard {
 
 void ShmCommunicator::await_signal(void* signal, uint32_t target, int peer,
                                    std::chrono::milliseconds timeout) {
+  check_process();
   Flag& flag = *static_cast<Flag*>(signal);
   if (reached(load_acquire(flag.value), target)) return;
   wait_until(flag.value, target, flag.sleepers, patience_,

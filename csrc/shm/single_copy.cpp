@@ -36,7 +36,7 @@ void ShmCommunicator::find_single_copy() {
 
 // Of an even operation; the same on all ranks.
 bool ShmCommunicator::copies_once(const Request& request) const {
-  if (!single_copy_ || request.algorithm != Algorithm::kAuto) return false;
+  if (!single_copy_ || request.compression || request.algorithm != Algorithm::kAuto) return false;
   const bool reduces_all = request.operation == Operation::kAllReduce;
   return is_single_copy_size(reduces_all ? request.bytes() / world_size() : request.bytes());
 }

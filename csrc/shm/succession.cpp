@@ -70,7 +70,7 @@ std::shared_ptr<Segment> ShmCommunicator::lead(const std::vector<int>& ranks,
   offer.serve(until(deadline), [&](const std::vector<int>&) {
     for (const int peer : ranks)
       PYCOMM_CHECK(peer == rank() || !is_gone(peer), kPeerDied, "rank ", rank(), ": shrink(",
-                   text(bits(ranks)), ") lost rank ", peer, " (pid ", segment_->area(peer).pid,
+                   text(bits(ranks)), ") lost rank ", peer, " (", liveness_.process_of(peer),
                    "), which died or left meanwhile. Call it again without that rank.");
     return std::string();
   });
@@ -97,8 +97,8 @@ std::shared_ptr<Segment> ShmCommunicator::follow(const std::vector<int>& ranks,
 
 void ShmCommunicator::wait_for_offer(int leader, uint32_t seen, Clock::time_point deadline) {
   const auto what = [&] {
-    return concat("rank ", rank(), ": shrink, waiting for rank ", leader, " (pid ",
-                  segment_->area(leader).pid, ")");
+    return concat("rank ", rank(), ": shrink, waiting for rank ", leader, " (",
+                  liveness_.process_of(leader), ")");
   };
   Flag& offered = segment_->area(leader).offered;
   while (load_acquire(offered.value) == seen) {

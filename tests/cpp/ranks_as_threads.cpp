@@ -763,7 +763,8 @@ void departures() {
       if (rank == leaver) {
         waiting.pass();
         std::this_thread::sleep_for(milliseconds(60));
-        communicator.shutdown();
+        check_throws(ErrorKind::kMismatch, "called another: barrier()", "leaving while others wait",
+                     [&] { communicator.shutdown(); });
         return;
       }
       waiting.open();

@@ -238,6 +238,7 @@ class Comparison {
     call.own = owns() ? static_cast<int>(below(static_cast<unsigned>(call.num_wires) + 1)) : -1;
     call.first = kFirst;
     call.factor = below(2) ? 1.0f : 1.0f / 3;
+    call.divisor = below(2) ? 1.0f : 3.0f;
     if (owns() && below(4)) call.residual = residual_.data() + residual_offset_;
     if (encodes()) {
       call.values = expected_.values.data();
@@ -266,6 +267,7 @@ class Comparison {
     device.counts = &got_counts_;
     device.seed = call.seed;
     device.factor = call.factor;
+    device.divisor = call.divisor;
     device.block = call.codec.block;
     device.num_wires = call.num_wires;
     device.own = call.own;
@@ -330,7 +332,7 @@ class Comparison {
 template <WireFormat kFormat, class T>
 void compare(DType dtype, bool quick) {
   for (const int block : kBlocks) {
-    if (block == 0 && kFormat == WireFormat::kInt8) continue;
+    if (block == 0 ? kFormat == WireFormat::kInt8 : kFormat == WireFormat::kFloat32) continue;
     for (const int64_t count : kCounts) {
       if (quick && count != 65 && count != 1025) continue;
       for (int ranks = 1; ranks <= kMostRanks; ++ranks)

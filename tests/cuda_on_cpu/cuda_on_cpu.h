@@ -122,9 +122,9 @@ class Block {
     make_all_ready();
     while (!ready_.empty() && error_.empty()) step();
     current() = outer;
+    acquired(&end_);
     if (error_.empty() && done_ < threads_.size()) error_ = stuck();
     if (!error_.empty()) throw std::runtime_error(error_);
-    acquired(&end_);
   }
 
   void barrier() {
@@ -207,6 +207,7 @@ class Block {
   }
 
   void suspend(Wait wait) {
+    released(&end_);  // it may be the last that is heard of this thread
     Fiber* fiber = nullptr;
     {
       const UnwatchedByTsan unwatched;
@@ -220,7 +221,6 @@ class Block {
     Block& block = *static_cast<Block*>(self);
     acquired(&block.start_);
     block.kernel_();
-    released(&block.end_);
     block.suspend(Wait::kDone);
   }
 

@@ -1,0 +1,226 @@
+"""Lists of gradients that are averaged together, with residuals: for code without pycomm's DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from pycomm.backend import get_communicator
+from pycomm.compression.codecs import Encoding, encoding_of
+from pycomm.errors import InvalidArgument
+from pycomm.extension import core
+
+if TYPE_CHECKING:
+    from pycomm._core import Communicator
+
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def all_reduce(
+    tensor: torch.Tensor,
+    op: str = "sum",
+    group: dist.ProcessGroup | None = None,
+    *,
+    compression: str | Encoding | None = None,
+    residual: torch.Tensor | None = None,
+    timeout: timedelta | None = None,
+) -> torch.Tensor:
+    """Reduces a tensor over the group's ranks, in place, and returns it.
+
+    tensor: any shape, contiguous, on the CPU; with `compression` float32, float16 or bfloat16 and `op` sum or avg, and
+    encoded on the way: two roundings at any world size, the same bits on all ranks. `residual` (float32, as many
+    elements) then keeps what rounding leaves out, and adds it the next time. Raises InvalidArgument before anything is
+    sent, otherwise as every operation does.
+    """
+    communicator = get_communicator(group)
+    if compression is None:
+        if residual is not None:
+            raise InvalidArgument("a residual needs compression")
+        communicator.all_reduce(tensor, op, timeout=timeout)
+        return tensor
+    if op not in ("sum", "avg"):
+        raise InvalidArgument(f"only sum and avg can be compressed, not {op}")
+    encoding = encoding_of(compression)
+    communicator.compressed_all_reduce(
+        [tensor],
+        encoding.codec,
+        factor=1.0 if op == "sum" else 1 / communicator.world_size,
+        residual=residual,
+        infinite=encoding.infinite,
+        stochastic=encoding.stochastic,
+        seed=encoding.seed + communicator.rank,
+        timeout=timeout,
+    )
+    return tensor
+
+
+class Averager:
+    """Averages lists of gradients, and keeps their residuals by name.
+
+    `name_of` finds a parameter's name. The lists may change from call to call, as buckets do when they are rebuilt.
+    """
+
+    def __init__(self, encoding: Encoding, name_of: Callable[[torch.Tensor], str]) -> None:
+        self.encoding = encoding
+        self.step = 0
+        self._name_of = name_of
+        self._residuals: dict[str, torch.Tensor] = {}  # views of what follows
+        self._flat: dict[tuple[str, ...], torch.Tensor] = {}
+
+    def residuals(self) -> dict[str, torch.Tensor]:
+        """By name; the tensors themselves."""
+        return self._residuals
+
+    def average(
+        self,
+        communicator: Communicator,
+        parameters: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        share: float | None = None,
+    ) -> None:
+        """Collective: averages the gradients of these parameters, in place. `share` is this rank's weight by all."""
+        names = [self._name_of(parameter) for parameter in parameters]
+        named = zip(names, parameters, strict=True)
+        _, kinds = self.encoding.wirings(named, self.step)
+        for kind in (0, 1):
+            chosen = [i for i, of_parameter in enumerate(kinds) if of_parameter == kind]
+            for dtype in sorted({gradients[i].dtype for i in chosen}, key=str):
+                part = [i for i in chosen if gradients[i].dtype == dtype]
+                self._average(
+                    communicator,
+                    tuple(names[i] for i in part),
+                    [gradients[i] for i in part],
+                    bool(kind),
+                    share,
+                )
+
+    def _average(
+        self,
+        communicator: Communicator,
+        names: tuple[str, ...],
+        gradients: list[torch.Tensor],
+        encoded: bool,
+        share: float | None,
+    ) -> None:
+        count = communicator.world_size
+        if not encoded:
+            communicator.compressed_all_reduce(
+                gradients,
+                core.Codec("fp32"),
+                factor=1.0 if share is None else share,
+                divisor=count if share is None else 1.0,
+            )
+            return
+        encoding = self.encoding
+        communicator.compressed_all_reduce(
+            gradients,
+            encoding.codec,
+            factor=1 / count if share is None else share,
+            residual=self._residual_of(names, gradients) if encoding.error_feedback else None,
+            infinite=encoding.infinite,
+            stochastic=encoding.stochastic,
+            seed=(encoding.seed + communicator.rank + self.step * _GOLDEN) % 2**64,
+        )
+
+    def _residual_of(
+        self, names: tuple[str, ...], gradients: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """One tensor for a list that travels together; residuals move into it with their parameters."""
+        if (flat := self._flat.get(names)) is not None:
+            return flat
+        sizes = [gradient.numel() for gradient in gradients]
+        flat = torch.zeros(sum(sizes))
+        for name, view in zip(names, flat.split(sizes), strict=True):
+            if (before := self._residuals.get(name)) is not None:
+                view.copy_(before)
+            self._residuals[name] = view
+        moved = set(names)
+        self._flat = {others: one for others, one in self._flat.items() if not moved & set(others)}
+        self._flat[names] = flat
+        return flat
+
+
+def share_of(weight: float, communicator: Communicator) -> float:
+    """Collective: this rank's weight by the sum of all. Raises InvalidArgument, on every rank, for a sum of 0."""
+    if not weight >= 0:
+        weight = float("nan")  # all ranks hear of it
+    total = torch.tensor([weight], dtype=torch.float64)
+    communicator.all_reduce(total)
+    if not 0 < float(total) < float("inf"):
+        raise InvalidArgument(
+            f"rank {communicator.rank}: weights must not be negative, and their sum over the ranks must be positive, "
+            f"not {float(total)}"
+        )
+    return weight / float(total)
+
+
+def sync_gradients(
+    parameters: Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+    group: dist.ProcessGroup | None = None,
+    *,
+    averager: Averager | None = None,
+    weight: float | None = None,
+    bucket_bytes: int = 25 << 20,
+) -> None:
+    """Collective: averages the gradients of parameters over a group, in place; for code without DDP.
+
+    Parameters, or (name, parameter) pairs, in the same order on all ranks; those without a gradient count as zero where
+    another rank has one, and stay without where none has. `averager` compresses, and must be the same object in every
+    step. `weight`: of this rank's gradients, such as its number of samples or tokens; zero is allowed. Buckets of about
+    `bucket_bytes` travel one after the other. Raises InvalidArgument for gradients that are sparse or of other dtypes
+    than float32, float16 and bfloat16, before anything is sent; and on every rank if the weights' sum is not positive.
+    """
+    communicator = get_communicator(group)
+    chosen = [entry[1] if isinstance(entry, tuple) else entry for entry in parameters]
+    for parameter in chosen:
+        _check(parameter)
+    share = None if weight is None else share_of(weight, communicator)
+    present = torch.tensor([parameter.grad is not None for parameter in chosen], dtype=torch.uint8)
+    communicator.all_reduce(present, "max")
+    used = [p for p, there in zip(chosen, present.tolist(), strict=True) if there]
+    averager = averager or Averager(encoding_of("fp16", warmup_steps=2**62), lambda _: "")
+    bucket: list[torch.Tensor] = []
+    for parameter in used:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        bucket.append(parameter)
+        if sum(p.nbytes for p in bucket) >= bucket_bytes:
+            _average_bucket(averager, communicator, bucket, share)
+            bucket = []
+    _average_bucket(averager, communicator, bucket, share)
+    averager.step += 1
+
+
+def _check(parameter: torch.Tensor) -> None:
+    gradient = parameter.grad
+    if gradient is None:
+        return
+    if gradient.layout != torch.strided:
+        raise InvalidArgument(f"a gradient of shape {list(gradient.shape)} is {gradient.layout}")
+    if gradient.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise InvalidArgument(
+            f"a gradient of shape {list(gradient.shape)} is {gradient.dtype}, not float32, float16 or bfloat16"
+        )
+
+
+def _average_bucket(
+    averager: Averager,
+    communicator: Communicator,
+    bucket: Sequence[torch.Tensor],
+    share: float | None,
+) -> None:
+    if not bucket:
+        return
+    gradients = []
+    for parameter in bucket:
+        assert parameter.grad is not None
+        gradients.append(parameter.grad.contiguous())
+    averager.average(communicator, bucket, gradients, share)
+    for parameter, averaged in zip(bucket, gradients, strict=True):
+        if averaged is not parameter.grad:
+            assert parameter.grad is not None
+            parameter.grad.copy_(averaged)
