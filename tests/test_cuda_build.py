@@ -38,8 +38,8 @@ def disassembler() -> Path | None:
     triton = importlib.util.find_spec("triton")
     if triton is None or triton.origin is None:
         return None
-    found = Path(triton.origin).parent / "backends/nvidia/bin/nvdisasm"
-    return found if os.access(found, os.X_OK) else None
+    tool = Path(triton.origin).parent / "backends/nvidia/bin/nvdisasm"
+    return tool if os.access(tool, os.X_OK) else None
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
