@@ -14,36 +14,78 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 CXX = os.environ.get("CXX", "g++")
 FLAGS = ["-std=c++17", "-O1", "-g", "-fwrapv", "-Wall", "-Wextra", "-Wno-psabi"]
-FLAGS += ["-Wno-maybe-uninitialized", "-Wno-uninitialized"]
+FLAGS += ["-Wno-maybe-uninitialized", "-Wno-uninitialized", "-Wno-unknown-pragmas"]
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+
+#: With blocks, fp16, bf16, fp8 twice and int8; without one, all but int8, and fp32.
+CODECS = 5 * 4 + 5
 
 pytestmark = pytest.mark.skipif(shutil.which(CXX) is None, reason=f"needs a C++ compiler ({CXX})")
 
 
-def run(*command: str | Path) -> str:
+def run(*command: str | Path, code: int = 0) -> str:
     done = subprocess.run(
         [str(part) for part in command], cwd=ROOT, text=True, timeout=300, check=False,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-8000:]
+    assert done.returncode == code, done.stdout[-8000:]
     return done.stdout
 
 
-def test_reduce_kernel_gives_the_same_bits_as_the_cpu(tmp_path: Path) -> None:
-    test = ROOT / "tests/cuda_on_cpu/reduce_kernel_test.cpp"
-    sources = [test, *(ROOT / "csrc/kernels").glob("*.cpp")]
-    objects = [tmp_path / f"{source.stem}.o" for source in sources]
+def build(name: str, objects: Path, *sanitize: str) -> Path:
+    """The program of tests/cuda_on_cpu/<name>.cpp, linked with the CPU's kernels.
 
-    def build(source: Path, target: Path) -> None:
-        # The kernel under test is compiled into the test's own file, where products must not be fused
-        # with sums, as nvcc's are not; tests/cpp sanitizes the rest.
-        own = [*SANITIZE, "-ffp-contract=off"] if source == test else []
-        run(CXX, *FLAGS, *own, "-c", source, "-o", target)
+    The kernel under test is compiled into the test's own file, where products must not be fused with
+    sums, as nvcc's are not; tests/cpp sanitizes the rest, which `objects` keeps for the next program.
+    """
+    program = objects / "_".join([name, *sanitize]).replace("=", "_").replace(",", "_")
+    test = ROOT / f"tests/cuda_on_cpu/{name}.cpp"
+    kernels = {s: objects / f"{s.stem}.o" for s in (ROOT / "csrc/kernels").glob("*.cpp")}
+    own = program.with_suffix(".o")
 
+    def compile_one(source: Path, target: Path) -> None:
+        extra = [*sanitize, "-ffp-contract=off"] if source == test else []
+        run(CXX, *FLAGS, *extra, "-c", source, "-o", target)
+
+    todo = [(test, own), *((s, o) for s, o in kernels.items() if not o.exists())]
     with ThreadPoolExecutor(max_workers=2) as pool:
-        list(pool.map(build, sources, objects))
-    run(CXX, *SANITIZE, *objects, "-o", tmp_path / "reduce_kernel_test")
-    passed = re.search(r"^(\d+) checks passed$", run(tmp_path / "reduce_kernel_test"), re.MULTILINE)
-    assert passed
+        list(pool.map(compile_one, *zip(*todo, strict=True)))
+    run(CXX, *sanitize, own, *kernels.values(), "-o", program)
+    return program
+
+
+def checks(output: str) -> int:
+    passed = re.search(r"^(\d+) checks passed$", output, re.MULTILINE)
+    assert passed, output[-8000:]
+    return int(passed[1])
+
+
+@pytest.fixture(scope="module")
+def objects(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("objects")
+
+
+def test_reduce_kernel_gives_the_same_bits_as_the_cpu(objects: Path) -> None:
     pairs = 8 * 8 + 6 * 6 + 7  # integers, floats and bool with the ops that each has
-    assert int(passed[1]) > pairs * 7 * 8 * 6  # counts, sources, grids
+    done = checks(run(build("reduce_kernel_test", objects, *SANITIZE)))
+    assert done > pairs * 7 * 8 * 6  # counts, sources, grids
+
+
+def test_codec_kernel_gives_the_same_bits_as_the_cpu(objects: Path) -> None:
+    codecs, dtypes, counts, ways = CODECS, 3, 9, 3 * 4 + 1
+    done = checks(run(build("codec_kernel_test", objects, *SANITIZE)))
+    assert done > codecs * dtypes * counts * ways * 5  # results of each
+
+
+def test_codec_kernel_has_no_races(objects: Path) -> None:
+    """And ThreadSanitizer sees one that is there: its exit status is 66."""
+    program = build("codec_kernel_test", objects, "-fsanitize=thread")
+    launch: list[str | Path] = []
+    # Its shadow needs its addresses: kernels with vm.mmap_rnd_bits above 28 may have taken them.
+    fixed = ["setarch", os.uname().machine, "-R"]
+    if shutil.which("setarch") and subprocess.run([*fixed, "true"], check=False).returncode == 0:
+        launch += fixed
+    assert checks(run(*launch, program, "quick")) > CODECS * 2 * 4 * 5
+    found = run(*launch, program, "race", code=66)
+    assert "data race" in found
+    assert "neighbours_kernel" in found

@@ -136,7 +136,7 @@ PYCOMM_HOST_DEVICE PYCOMM_ALWAYS_INLINE F round_by_chance(F value, I random) {
   } else if constexpr (std::is_same_v<typename Format::Value, BFloat16>) {
     return bits_as<F>(I(sign | ((magnitude + (random & 0xffff)) & ~0xffff)));
   } else {
-    const F chance = convert<F>(random) * 0x1p-24f;
+    const F chance = scaled(convert<F>(random), 0x1p-24f);
     I binade = I{} + (127 << 23);
     int mantissa_bits = 0;
     if constexpr (!std::is_same_v<typename Format::Value, int8_t>) {
@@ -148,7 +148,7 @@ PYCOMM_HOST_DEVICE PYCOMM_ALWAYS_INLINE F round_by_chance(F value, I random) {
     }
     // In units of the distance between neighbours.
     const F per_unit = bits_as<F>(I((254 << 23) - binade)) * power_of_two(mantissa_bits);
-    const F units = convert<F>(convert<I>(F(bits_as<F>(magnitude) * per_unit + chance)));
+    const F units = convert<F>(convert<I>(F(scaled(bits_as<F>(magnitude), per_unit) + chance)));
     const F rounded = units * power_of_two(-mantissa_bits) * bits_as<F>(binade);
     return bits_as<F>(I(bits_as<I>(rounded) | sign));
   }

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "../error.h"
+#include "cuda_launch.cuh"
 #include "elementwise_cuda.h"
 #include "elementwise_kernel.cuh"
 
@@ -14,17 +14,9 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kBlocksPerProcessor = 8;
 
-void check_cuda(cudaError_t status, const char* what) {
-  PYCOMM_CHECK(status == cudaSuccess, kError, what, ": ", cudaGetErrorString(status));
-}
-
 int blocks_for(int64_t count) {
-  int device = 0, processors = 0;
-  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
-  check_cuda(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device),
-             "cudaDeviceGetAttribute");
   const int64_t wanted = (count + kThreads - 1) / kThreads;
-  return static_cast<int>(std::min<int64_t>(wanted, int64_t{processors} * kBlocksPerProcessor));
+  return static_cast<int>(std::min<int64_t>(wanted, int64_t{processors()} * kBlocksPerProcessor));
 }
 
 }  // namespace
