@@ -63,25 +63,23 @@ class PowerSGD(Reduced):
         if not names:
             return
         named = zip(names, gradients, strict=True)
-        opened = self._open(named, share, communicator.world_size, memory)
+        opened = self._open(named, share, communicator.world_size, memory, apart=True)
         matrices = [one.flat.view(_shape(one.gradient)) for one in opened]
         left, ps = self._pack([len(matrix) for matrix in matrices], len(opened))
         used = left[-len(opened) :]
         used.copy_(torch.tensor([not one.is_zero for one in opened]))
         for one, matrix, p in zip(opened, matrices, ps, strict=True):
-            torch.mm(matrix, self._basis(one.name, matrix.shape[1], memory), out=p)
+            p.copy_(matrix @ self._basis(one.name, matrix.shape[1], memory))
         communicator.all_reduce(left)
+        columns = [_orthonormal(p) if bool(p.isfinite().all()) else p for p in ps]
         right, qs = self._pack([matrix.shape[1] for matrix in matrices])
-        for matrix, p, q in zip(matrices, ps, qs, strict=True):
-            if bool(p.isfinite().all()):
-                p.copy_(_orthonormal(p))
-                torch.mm(matrix.t(), p, out=q)
-            else:
-                q.zero_()
+        for matrix, p, q in zip(matrices, columns, qs, strict=True):
+            q.copy_(matrix.t() @ p)
         communicator.all_reduce(right)
-        for one, matrix, p, q, is_used in zip(opened, matrices, ps, qs, used.tolist(), strict=True):
-            if is_used:
-                self._finish(one, matrix, p, q, memory)
+        for i, one in enumerate(opened):
+            if used[i]:
+                factors = columns[i], qs[i].clone()
+                self._finish(one, matrices[i], factors, communicator.world_size, memory)
             else:
                 one.flat.zero_()
             one.close()
@@ -100,7 +98,11 @@ class PowerSGD(Reduced):
     def _pack(
         self, heights: Sequence[int], more: int = 0
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """One tensor that travels, with views for matrices of `rank` columns, and for some values more at its end."""
+        """One tensor that travels, with views for matrices of `rank` columns, and for some values more at its end.
+
+        Products are made elsewhere and copied: their last bits can depend on how operands are aligned, and so on the
+        bucket that a parameter is in.
+        """
         sizes = [height * self.rank for height in heights]
         packed = torch.empty(sum(sizes) + more)
         parts = packed[: sum(sizes)].split(sizes)
@@ -129,22 +131,32 @@ class PowerSGD(Reduced):
         lengths = triangle.diagonal().abs()
         weak = lengths <= _WEAK * lengths.max()
         if not bool(weak.any()):
-            return basis
+            return basis.contiguous()
         scale = float(lengths.max()) or 1.0
         fresh = self._first_basis(name, len(q)) * scale
         return _orthonormal(torch.where(weak, fresh, q))
 
     def _finish(
-        self, one: Opened, matrix: torch.Tensor, p: torch.Tensor, q: torch.Tensor, memory: Memory
+        self,
+        one: Opened,
+        matrix: torch.Tensor,
+        factors: tuple[torch.Tensor, torch.Tensor],
+        world_size: int,
+        memory: Memory,
     ) -> None:
-        """Of a parameter that travelled: what arrives, what is left, and where the next step begins."""
+        """Of a parameter that travelled: what arrives, what is left, and where the next step begins.
+
+        What arrives is a sum over the ranks, so every residual gives its share of it.
+        """
+        p, q = factors
         reach = self.rank * q.abs().max()  # no less than what any value of P Q^T comes to
         if not bool(p.isfinite().all() & reach.isfinite()):
             one.flat.fill_(torch.nan)
             one.keep_residual()
             return
         if one.residual is not None:
-            torch.addmm(matrix, p, q.t(), alpha=-1, out=one.residual.view(matrix.shape))
+            left = one.residual.view(matrix.shape)
+            torch.addmm(matrix, p, q.t(), alpha=-1 / world_size, out=left)
         torch.mm(p, q.t(), out=matrix)
         memory.bases[one.name] = self._next_basis(one.name, q)
 
@@ -155,4 +167,4 @@ def _shape(tensor: torch.Tensor) -> tuple[int, int]:
 
 def _orthonormal(matrix: torch.Tensor) -> torch.Tensor:
     """Its columns, made so by Householder reflections, which fail for no matrix of finite values."""
-    return torch.linalg.qr(matrix).Q
+    return torch.linalg.qr(matrix).Q.contiguous()

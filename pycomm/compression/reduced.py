@@ -68,12 +68,16 @@ class Reduced(Compressor, ABC):
         share: float | None,
         world_size: int,
         memory: Memory,
+        apart: bool = False,
     ) -> list[Opened]:
+        """Gradients plus residuals: where the gradients lie, or apart from them."""
         opened = []
         for name, gradient in named:
             flat = gradient.detach().reshape(-1).float()  # the gradient itself, if it is float32
             low, high = flat.aminmax()
-            flat.div_(world_size) if share is None else flat.mul_(share)
+            out = None if apart else flat
+            by, scale = (torch.div, world_size) if share is None else (torch.mul, share)
+            flat = by(flat, scale, out=out)
             residual = memory.residual(name, flat.numel()) if self.error_feedback else None
             if residual is not None:
                 flat.add_(residual)
@@ -84,7 +88,7 @@ class Reduced(Compressor, ABC):
 
 @dataclass(frozen=True, eq=False)
 class Opened:
-    """A gradient at work: `flat` is this rank's part of the mean and its residual, where possible in the gradient."""
+    """A gradient at work: `flat` is this rank's part of the mean, and its residual."""
 
     name: str
     gradient: torch.Tensor
