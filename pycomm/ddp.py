@@ -20,8 +20,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from pycomm.backend import find_communicator
-from pycomm.compression.codecs import Encoding
-from pycomm.compression.ddp import DdpCompression
+from pycomm.compression.codecs import Compressor
+from pycomm.compression.ddp import DdpCompression, HookedCompression, compression_of
+from pycomm.compression.hook import hook as compression_hook
 from pycomm.compression.lists import share_of
 from pycomm.compression.report import Layer
 from pycomm.config import config
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("pycomm")
 
 _OWN_ARGUMENTS = ("self", "overlap", "compression", "error_feedback", "__class__")
+_AVERAGED = {torch.float32, torch.float16, torch.bfloat16}  # dtypes that need no Reducer
 _TORCH_ARGUMENTS = inspect.signature(TorchDistributedDataParallel.__init__).parameters
 
 
@@ -51,7 +53,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
       runs backward (False); None decides by cores and ranks (``PYCOMM_DDP_OVERLAP``).
     - ``compression``: how gradients travel, "fp16", "bf16", "fp8" or "int8", or an object of pycomm.compression, which
       says more; ``error_feedback`` overrides its default. Then gradients are divided before they are summed, and the
-      modes that need torch's Reducer are refused.
+      modes that need torch's Reducer are refused. TopK and PowerSGD allow these, and never overlap with backward.
 
     Differences to torch's class, all of them where torch goes wrong in silence or hangs:
 
@@ -96,7 +98,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         forward_sync_buffers: bool | None = None,
         *,
         overlap: bool | None = None,
-        compression: str | Encoding | None = None,
+        compression: str | Compressor | None = None,
         error_feedback: bool | None = None,
     ) -> None:
         arguments = {k: v for k, v in locals().items() if k not in _OWN_ARGUMENTS}
@@ -110,7 +112,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             check_models_agree(module, process_group, device_mesh, sync_buffers)
         super().__init__(**_for_this_torch(arguments))
         self._overlap = overlap
-        self._compression = DdpCompression.of(compression, error_feedback)
+        self._compression = compression_of(compression, error_feedback, overlap)
         self._hook_is_settled = False
         self._hook_target: Any = None  # of the averaging hook, once it is in the Reducer
         self._parameter_watch = ParameterWatch(self.module, self.parameters_to_ignore)
@@ -138,7 +140,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         try:
             self._choose_reduction()
         finally:
-            if self._compression is not None and self._direct is None:
+            if self._compression is not None and not self._compression.is_attached:
                 self._hook_is_settled = False
                 self._compression.refuse(self)
 
@@ -155,7 +157,10 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         ):
             return
         communicator = find_communicator(self.process_group)
-        if communicator is not None:
+        if isinstance(self._compression, HookedCompression):
+            if communicator is not None and self._dtypes() <= _AVERAGED:
+                super().register_comm_hook(self._compression.attach(self), compression_hook)
+        elif communicator is not None:
             self._hook_target = c10d.HookTarget(communicator._address(), self._backward_watch.core)
             overlaps = self._overlaps(communicator.world_size)
             log.info(
@@ -172,14 +177,16 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     def _may_go_direct(self) -> bool:
         """Whether gradients can be averaged where they lie, which the Reducer's rarer modes do not do."""
-        dtypes = {parameter.dtype for parameter in self._parameters_of_reducer}
         return (
             config().ddp_buckets == "direct"
             and not self.find_unused_parameters
             and not self.static_graph
             and not self.gradient_as_bucket_view
-            and dtypes <= {torch.float32, torch.float16, torch.bfloat16}
+            and self._dtypes() <= _AVERAGED
         )
+
+    def _dtypes(self) -> set[torch.dtype]:
+        return {parameter.dtype for parameter in self._parameters_of_reducer}
 
     def _make_direct_reducer(self, communicator: Communicator, overlaps: bool) -> Any:
         cap = self.bucket_bytes_cap
@@ -197,14 +204,18 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
         """As torch's, for any group if no averaging hook is in place yet, else for another one of pycomm's."""
-        if self._hook_target is not None:
+        averages = self._hook_target is not None or (
+            self._compression is not None and self._compression.is_attached
+        )
+        if averages:
             communicator = find_communicator(new_process_group)
             if communicator is None:
                 raise InvalidArgument(
                     "gradients are averaged by pycomm, so the new process group must be one of backend pycomm, not "
                     f"{dist.get_backend(new_process_group)}; wrap the module anew for another backend"
                 )
-            self._hook_target.replace(communicator._address())
+            if self._hook_target is not None:
+                self._hook_target.replace(communicator._address())
             if self._direct is not None:
                 self._direct.set_communicator(communicator._address())
         super()._update_process_group(new_process_group)
@@ -237,14 +248,19 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         """
         if not self._hook_is_settled:
             self._use_average_hook()
-        if self._direct is None:
+        hooked = self._compression if isinstance(self._compression, HookedCompression) else None
+        if self._direct is None and hooked is None:
             raise InvalidArgument(
                 "weights need gradients that pycomm averages itself: a group of backend pycomm, on the CPU, without "
                 "find_unused_parameters, static_graph, gradient_as_bucket_view, hooks and sparse gradients"
             )
         communicator = find_communicator(self.process_group)
         assert communicator is not None
-        self._direct.set_share(None if weight is None else share_of(weight, communicator))
+        share = None if weight is None else share_of(weight, communicator)
+        if hooked is not None:
+            hooked.set_share(self, share)
+        else:
+            self._direct.set_share(share)
 
     def compression_state_dict(self) -> dict[str, Any]:
         """Collective: what compression keeps, for a checkpoint of this rank; see pycomm.compression.state."""
@@ -262,7 +278,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         """What compression does to every layer's gradient as it is now; see pycomm.compression.report."""
         return self._compression_or_refuse().report(self)
 
-    def _compression_or_refuse(self) -> DdpCompression:
+    def _compression_or_refuse(self) -> DdpCompression | HookedCompression:
         if self._compression is None:
             raise InvalidArgument("this module was made without compression=")
         if not self._hook_is_settled:
@@ -324,7 +340,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             return super().forward(*inputs, **kwargs)
         directly = self._direct is not None and not self._join_config.enable
         if self._compression is not None:
-            self._compression.before_forward(directly)
+            self._compression.before_forward(self)
         self._backward_watch.forward_begins(directly)
         forward = self._forward_without_reducer if directly else super().forward
         output = forward(*inputs, **kwargs)
@@ -374,7 +390,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         state["_hook_is_settled"] = False
         state["_hook_target"] = state["_direct"] = None
         if self._compression is not None:  # residuals are compression_state_dict()'s
-            state["_compression"] = DdpCompression(self._compression.encoding)
+            state["_compression"] = self._compression.renewed()
+            state["_comm_hooks"] = []
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

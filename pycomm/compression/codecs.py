@@ -1,4 +1,4 @@
-"""Compressors that encode every value: what they are, and which gradients they leave alone."""
+"""Compressors: which gradients they leave alone; and those that encode every value."""
 
 from __future__ import annotations
 
@@ -24,38 +24,63 @@ Exclusion = Callable[[str, torch.Tensor], bool]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Encoding:
-    """A wire format for gradients, and how it is used.
+class Compressor:
+    """What all compressors have in common: when, and for which gradients.
 
-    block: how many values share a scale, a multiple of 64 up to 4096; 0: none do. With scales nothing finite
-    overflows, and nothing vanishes but what is far smaller than its block's largest. A block that holds an infinity or
-    NaN arrives as NaN; without scales single values do.
-    error_feedback: what rounding takes from a gradient is added to the next one (Seide et al. 2014; Karimireddy et al.
+    error_feedback: what is left out of a gradient is added to the next one (Seide et al. 2014; Karimireddy et al.
     2019), so nothing is lost in the long run. Costs a float per parameter.
     warmup_steps: so many first steps are not compressed.
     never_compress: patterns that are searched in parameter names (regular expressions), or a function of name and
     parameter. Beside those, parameters of less than two dimensions (norms, biases) or `least_count` elements travel in
     float32, unless `small` is True.
-    stochastic: values are rounded up or down by chance, so that their mean is right; `seed` and the rank choose.
-    infinite: without scales, what overflows becomes infinite, for a GradScaler to see, in place of the largest value.
+    seed: of what is chosen by chance.
     """
 
     format: ClassVar[str]
-    block: int = 0
     error_feedback: bool = False
     warmup_steps: int = 0
     never_compress: Sequence[str] | Exclusion = ()
     least_count: int = 1024
     small: bool = False
-    stochastic: bool = False
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.warmup_steps < 0:
+            raise InvalidArgument(f"warmup_steps must not be negative: {self.warmup_steps}")
+
+    def compresses(self, name: str, parameter: torch.Tensor) -> bool:
+        """Whether a parameter's gradient is compressed, after the warm-up."""
+        if not self.small and (parameter.dim() < 2 or parameter.numel() < self.least_count):
+            return False
+        if callable(self.never_compress):
+            return not self.never_compress(name, parameter)
+        return not any(re.search(pattern, name) for pattern in self.never_compress)
+
+    def choose(self, named: Iterable[tuple[str, torch.Tensor]], step: int) -> list[bool]:
+        """Of which parameters the gradients are compressed in a step."""
+        warms_up = step < self.warmup_steps
+        return [not warms_up and self.compresses(name, parameter) for name, parameter in named]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoding(Compressor):
+    """A wire format for gradients, and how it is used.
+
+    block: how many values share a scale, a multiple of 64 up to 4096; 0: none do. With scales nothing finite
+    overflows, and nothing vanishes but what is far smaller than its block's largest. A block that holds an infinity or
+    NaN arrives as NaN; without scales single values do.
+    stochastic: values are rounded up or down by chance, so that their mean is right; `seed` and the rank choose.
+    infinite: without scales, what overflows becomes infinite, for a GradScaler to see, in place of the largest value.
+    """
+
+    block: int = 0
+    stochastic: bool = False
     infinite: bool = False
     _codec: Codec = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_codec", core.Codec(self.format, self.block))
-        if self.warmup_steps < 0:
-            raise InvalidArgument(f"warmup_steps must not be negative: {self.warmup_steps}")
+        super().__post_init__()
 
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in self.__dict__.items() if name != "_codec"}
@@ -79,22 +104,11 @@ class Encoding:
         many = 4096 * 64
         return 4 * many / self.codec.wire_bytes(many)
 
-    def compresses(self, name: str, parameter: torch.Tensor) -> bool:
-        """Whether a parameter's gradient is compressed, after the warm-up."""
-        if not self.small and (parameter.dim() < 2 or parameter.numel() < self.least_count):
-            return False
-        if callable(self.never_compress):
-            return not self.never_compress(name, parameter)
-        return not any(re.search(pattern, name) for pattern in self.never_compress)
-
     def wirings(
         self, named: Iterable[tuple[str, torch.Tensor]], step: int
     ) -> tuple[list[Wiring], list[int]]:
         """How gradients travel in a step: the kinds, and each parameter's."""
-        warms_up = step < self.warmup_steps
-        return [PLAIN, self.wiring], [
-            int(not warms_up and self.compresses(name, parameter)) for name, parameter in named
-        ]
+        return [PLAIN, self.wiring], [int(chosen) for chosen in self.choose(named, step)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,9 +163,9 @@ NAMED: dict[str, type[Encoding]] = {
 }
 
 
-def encoding_of(compression: str | Encoding, **options: object) -> Encoding:
+def compressor_of(compression: str | Compressor, **options: object) -> Compressor:
     """A compressor by its name, with these options; or itself. Raises InvalidArgument for an unknown name."""
-    if isinstance(compression, Encoding):
+    if isinstance(compression, Compressor):
         if options:
             raise InvalidArgument(
                 f"{', '.join(options)}: give these to {type(compression).__name__}"
@@ -163,3 +177,14 @@ def encoding_of(compression: str | Encoding, **options: object) -> Encoding:
             "pycomm.compression"
         )
     return NAMED[compression](**options)  # type: ignore[arg-type]
+
+
+def encoding_of(compression: str | Compressor, **options: object) -> Encoding:
+    """The same where every value must be encoded; refuses compressors that leave some out."""
+    compressor = compressor_of(compression, **options)
+    if not isinstance(compressor, Encoding):
+        raise InvalidArgument(
+            f"{type(compressor).__name__} does not encode every value; use it in DistributedDataParallel, "
+            "register_comm_hook or sync_gradients"
+        )
+    return compressor

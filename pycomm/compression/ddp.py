@@ -1,4 +1,8 @@
-"""Compression in pycomm's DistributedDataParallel, whose gradients travel in C++ (csrc/c10d/direct_reducer.h)."""
+"""Compression in pycomm's DistributedDataParallel.
+
+Encodings travel in C++ (csrc/c10d/direct_reducer.h); compressors that leave values out are a communication hook of
+torch's Reducer.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +14,34 @@ import torch
 
 from pycomm.backend import find_communicator
 from pycomm.compression import state as _state
-from pycomm.compression.codecs import Encoding, encoding_of
+from pycomm.compression.codecs import Compressor, Encoding, compressor_of
+from pycomm.compression.hook import HookState
 from pycomm.compression.report import Layer, report
 from pycomm.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from pycomm._core import Communicator
     from pycomm.ddp import DistributedDataParallel
+
+
+def compression_of(
+    compression: str | Compressor | None, error_feedback: bool | None, overlap: bool | None
+) -> DdpCompression | HookedCompression | None:
+    """By the arguments of DistributedDataParallel."""
+    if compression is None:
+        if error_feedback is not None:
+            raise InvalidArgument("error_feedback needs compression")
+        return None
+    compressor = compressor_of(compression)
+    if error_feedback is not None:
+        compressor = replace(compressor, error_feedback=error_feedback)
+    if isinstance(compressor, Encoding):
+        return DdpCompression(compressor)
+    if overlap:
+        raise InvalidArgument(
+            f"{type(compressor).__name__} works in the thread that runs backward; leave out overlap=True"
+        )
+    return HookedCompression(compressor)
 
 
 class DdpCompression:
@@ -29,19 +54,14 @@ class DdpCompression:
         self._step = 0
         self._warms_up: bool | None = None
 
-    @staticmethod
-    def of(
-        compression: str | Encoding | None, error_feedback: bool | None
-    ) -> DdpCompression | None:
-        """By the arguments of DistributedDataParallel."""
-        if compression is None:
-            if error_feedback is not None:
-                raise InvalidArgument("error_feedback needs compression")
-            return None
-        encoding = encoding_of(compression)
-        if error_feedback is not None:
-            encoding = replace(encoding, error_feedback=error_feedback)
-        return DdpCompression(encoding)
+    def renewed(self) -> DdpCompression:
+        """The same for another Reducer, with nothing kept."""
+        return DdpCompression(self.encoding)
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether gradients take this way."""
+        return self._direct is not None
 
     def refuse(self, ddp: DistributedDataParallel) -> NoReturn:
         """Where gradients would take torch's way, uncompressed."""
@@ -60,10 +80,11 @@ class DdpCompression:
         self._direct.set_seed((self.encoding.seed + communicator.rank) % 2**64)
         self._wire()
 
-    def before_forward(self, directly: bool) -> None:
+    def before_forward(self, ddp: DistributedDataParallel) -> None:
         """To be called before every synchronised forward."""
-        if not directly:
-            raise InvalidArgument("compression does not go together with join()")
+        _refuse_join(ddp)
+        if not self.is_attached:
+            self.refuse(ddp)
         if self._warms_up is not (self._step < self.encoding.warmup_steps):
             self._wire()
         self._step += 1
@@ -94,6 +115,73 @@ class DdpCompression:
     def report(self, ddp: DistributedDataParallel) -> list[Layer]:
         """See pycomm.compression.report."""
         return report(self.encoding, self._named, self.residuals())
+
+
+class HookedCompression:
+    """Lets compressors that are Python average the buckets of torch's Reducer."""
+
+    def __init__(self, compressor: Compressor) -> None:
+        self.compressor = compressor
+        self._state: HookState | None = None
+
+    def renewed(self) -> HookedCompression:
+        """The same for another Reducer, with nothing kept."""
+        return HookedCompression(self.compressor)
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether gradients take this way."""
+        return self._state is not None
+
+    def refuse(self, ddp: DistributedDataParallel) -> NoReturn:
+        """Where gradients would take torch's way, uncompressed."""
+        raise InvalidArgument(
+            f"{type(self.compressor).__name__} is for float32, float16 and bfloat16 parameters on the CPU and a group "
+            "of backend pycomm, without mixed_precision, sparse gradients and torch's fused optimizers. Leave these or "
+            "compression= out"
+        )
+
+    def attach(self, ddp: DistributedDataParallel) -> HookState:
+        """The state of the hook that is to be put into the Reducer."""
+        self._state = HookState(self.compressor, ddp, ddp.process_group)
+        return self._state
+
+    def before_forward(self, ddp: DistributedDataParallel) -> None:
+        """To be called before every synchronised forward."""
+        _refuse_join(ddp)
+        self._attached(ddp)
+
+    def set_share(self, ddp: DistributedDataParallel, share: float | None) -> None:
+        """This rank's weight by the sum of all; None: the plain mean."""
+        self._attached(ddp).share = share
+
+    def residuals(self) -> dict[str, torch.Tensor]:
+        """By parameter name; the tensors themselves."""
+        return {} if self._state is None else self._state.residuals()
+
+    def state_dict(self, ddp: DistributedDataParallel) -> dict[str, Any]:
+        """Collective."""
+        return self._attached(ddp).state_dict()
+
+    def load_state_dict(self, ddp: DistributedDataParallel, state: Mapping[str, Any]) -> None:
+        """See pycomm.compression.state."""
+        self._attached(ddp).load_state_dict(state)
+
+    def report(self, ddp: DistributedDataParallel) -> list[Layer]:
+        """See pycomm.compression.report."""
+        named = [(n, p) for n, p in ddp.module.named_parameters() if p.requires_grad]
+        return report(self.compressor, named, self.residuals(), self._attached(ddp).memory())
+
+    def _attached(self, ddp: DistributedDataParallel) -> HookState:
+        if self._state is None:
+            self.refuse(ddp)
+        self._state.group = ddp.process_group  # it may have been replaced
+        return self._state
+
+
+def _refuse_join(ddp: DistributedDataParallel) -> None:
+    if ddp._join_config.enable:
+        raise InvalidArgument("compression does not go together with join()")
 
 
 def _communicator_of(ddp: DistributedDataParallel) -> Communicator:

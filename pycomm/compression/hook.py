@@ -9,27 +9,30 @@ import torch.distributed as dist
 from torch import nn
 
 from pycomm.backend import get_communicator
-from pycomm.compression import state as _state
-from pycomm.compression.codecs import Encoding, encoding_of
+from pycomm.compression.codecs import Compressor
 from pycomm.compression.lists import Averager
+from pycomm.compression.reduced import Memory
 
 
 class HookState:
     """What :func:`hook` needs: ``model.register_comm_hook(HookState("int8", model), hook)``.
 
     The model's parameter names are those of the residuals in :meth:`state_dict`. `group`: None is the default group.
+    `share`: this rank's weight by the sum of all, or None for the plain mean.
     """
 
     def __init__(
         self,
-        compression: str | Encoding,
+        compression: str | Compressor,
         model: nn.Module,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         module = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         names = {id(parameter): name for name, parameter in module.named_parameters()}
-        self._averager = Averager(encoding_of(compression), lambda parameter: names[id(parameter)])
-        self._group = group
+        self._averager = Averager(compression, lambda parameter: names[id(parameter)])
+        self._averager.prepare((n, p) for n, p in module.named_parameters() if p.requires_grad)
+        self.group = group
+        self.share: float | None = None
 
     def residuals(self) -> dict[str, torch.Tensor]:
         """By parameter name; the tensors themselves."""
@@ -39,21 +42,22 @@ class HookState:
         """The same, as DistributedDataParallel calls it."""
         return self.residuals()
 
+    def memory(self) -> Memory:
+        """All that is kept from step to step."""
+        return self._averager.memory()
+
     def state_dict(self) -> dict[str, Any]:
         """Collective; see pycomm.compression.state."""
-        return _state.state_dict(self, get_communicator(self._group), self._averager.step)
+        return self._averager.state_dict(self.group)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over a state before the first step; see pycomm.compression.state."""
-        communicator = get_communicator(self._group)
-        for name, saved in state["residuals"].items():
-            self._averager.residuals().setdefault(name, torch.zeros(saved.numel()))
-        self._averager.step = _state.load_state_dict(self, communicator, state)
+        """Takes over a state, between two steps; see pycomm.compression.state."""
+        self._averager.load_state_dict(state, self.group)
 
     def average(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """The hook."""
         self._averager.average(
-            get_communicator(self._group), bucket.parameters(), bucket.gradients()
+            get_communicator(self.group), bucket.parameters(), bucket.gradients(), self.share
         )
         if bucket.is_last():
             self._averager.step += 1

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from pycomm.backend import get_communicator
-from pycomm.compression.codecs import Encoding, encoding_of
+from pycomm.compression import state as _state
+from pycomm.compression.codecs import Compressor, Encoding, compressor_of, encoding_of
+from pycomm.compression.reduced import Memory, Reduced
 from pycomm.errors import InvalidArgument
 from pycomm.extension import core
 
@@ -25,7 +27,7 @@ def all_reduce(
     op: str = "sum",
     group: dist.ProcessGroup | None = None,
     *,
-    compression: str | Encoding | None = None,
+    compression: str | Compressor | None = None,
     residual: torch.Tensor | None = None,
     timeout: timedelta | None = None,
 ) -> torch.Tensor:
@@ -64,16 +66,48 @@ class Averager:
     `name_of` finds a parameter's name. The lists may change from call to call, as buckets do when they are rebuilt.
     """
 
-    def __init__(self, encoding: Encoding, name_of: Callable[[torch.Tensor], str]) -> None:
-        self.encoding = encoding
+    def __init__(
+        self, compression: str | Compressor, name_of: Callable[[torch.Tensor], str]
+    ) -> None:
+        self.compressor = compressor_of(compression)
         self.step = 0
         self._name_of = name_of
-        self._residuals: dict[str, torch.Tensor] = {}  # views of what follows
-        self._flat: dict[tuple[str, ...], torch.Tensor] = {}
+        self._memory = Memory()
+        self._flat: dict[tuple[str, ...], torch.Tensor] = {}  # residuals are views of these
+        self._is_prepared = False
+
+    def prepare(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Begins with zero residuals of these, which are all parameters that there will be."""
+        self._is_prepared = True
+        for name, parameter in named:
+            if self.compressor.error_feedback and self.compressor.compresses(name, parameter):
+                self._memory.residual(name, parameter.numel())
 
     def residuals(self) -> dict[str, torch.Tensor]:
         """By name; the tensors themselves."""
-        return self._residuals
+        return self._memory.residuals
+
+    def memory(self) -> Memory:
+        """All that is kept."""
+        return self._memory
+
+    def state_dict(self, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
+        """Collective; see pycomm.compression.state."""
+        state = _state.state_dict(self, get_communicator(group), self.step)
+        bases = {name: basis.clone() for name, basis in self._memory.bases.items()}
+        return {**state, "bases": bases} if bases else state
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], group: dist.ProcessGroup | None = None
+    ) -> None:
+        """Takes over a state, between two steps; see pycomm.compression.state."""
+        _state.check(state)
+        if not self._is_prepared:
+            for name, saved in state["residuals"].items():
+                self._memory.residual(name, saved.numel())
+        self.step = _state.load_state_dict(self, get_communicator(group), state)
+        bases = state.get("bases", {})
+        self._memory.bases = {name: basis.clone() for name, basis in bases.items()}
 
     def average(
         self,
@@ -85,29 +119,45 @@ class Averager:
         """Collective: averages the gradients of these parameters, in place. `share` is this rank's weight by all."""
         names = [self._name_of(parameter) for parameter in parameters]
         named = zip(names, parameters, strict=True)
-        _, kinds = self.encoding.wirings(named, self.step)
-        for kind in (0, 1):
-            chosen = [i for i, of_parameter in enumerate(kinds) if of_parameter == kind]
-            for dtype in sorted({gradients[i].dtype for i in chosen}, key=str):
-                part = [i for i in chosen if gradients[i].dtype == dtype]
-                self._average(
-                    communicator,
-                    tuple(names[i] for i in part),
-                    [gradients[i] for i in part],
-                    bool(kind),
-                    share,
-                )
+        chosen = self.compressor.choose(named, self.step)
+        plain = [i for i, is_chosen in enumerate(chosen) if not is_chosen]
+        rest = [i for i, is_chosen in enumerate(chosen) if is_chosen]
+        self._average_by_dtype(communicator, names, gradients, plain, None, share)
+        if isinstance(self.compressor, Encoding):
+            self._average_by_dtype(communicator, names, gradients, rest, self.compressor, share)
+        elif isinstance(self.compressor, Reduced):
+            some = [names[i] for i in rest], [gradients[i] for i in rest]
+            self.compressor.average(communicator, *some, share, self._memory)
+
+    def _average_by_dtype(
+        self,
+        communicator: Communicator,
+        names: Sequence[str],
+        gradients: Sequence[torch.Tensor],
+        chosen: Sequence[int],
+        encoding: Encoding | None,
+        share: float | None,
+    ) -> None:
+        for dtype in sorted({gradients[i].dtype for i in chosen}, key=str):
+            alike = [i for i in chosen if gradients[i].dtype == dtype]
+            self._average(
+                communicator,
+                tuple(names[i] for i in alike),
+                [gradients[i] for i in alike],
+                encoding,
+                share,
+            )
 
     def _average(
         self,
         communicator: Communicator,
         names: tuple[str, ...],
         gradients: list[torch.Tensor],
-        encoded: bool,
+        encoding: Encoding | None,
         share: float | None,
     ) -> None:
         count = communicator.world_size
-        if not encoded:
+        if encoding is None:
             communicator.compressed_all_reduce(
                 gradients,
                 core.Codec("fp32"),
@@ -115,7 +165,6 @@ class Averager:
                 divisor=count if share is None else 1.0,
             )
             return
-        encoding = self.encoding
         communicator.compressed_all_reduce(
             gradients,
             encoding.codec,
@@ -135,9 +184,8 @@ class Averager:
         sizes = [gradient.numel() for gradient in gradients]
         flat = torch.zeros(sum(sizes))
         for name, view in zip(names, flat.split(sizes), strict=True):
-            if (before := self._residuals.get(name)) is not None:
-                view.copy_(before)
-            self._residuals[name] = view
+            view.copy_(self._memory.residual(name, view.numel()))
+            self._memory.residuals[name] = view
         moved = set(names)
         self._flat = {others: one for others, one in self._flat.items() if not moved & set(others)}
         self._flat[names] = flat
@@ -182,7 +230,7 @@ def sync_gradients(
     present = torch.tensor([parameter.grad is not None for parameter in chosen], dtype=torch.uint8)
     communicator.all_reduce(present, "max")
     used = [p for p, there in zip(chosen, present.tolist(), strict=True) if there]
-    averager = averager or Averager(encoding_of("fp16", warmup_steps=2**62), lambda _: "")
+    averager = averager or Averager(compressor_of("fp16", warmup_steps=2**62), lambda _: "")
     bucket: list[torch.Tensor] = []
     for parameter in used:
         if parameter.grad is None:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from pycomm.compression.codecs import Encoding
+from pycomm.compression.codecs import Compressor, Encoding
+from pycomm.compression.reduced import Memory, Reduced
 from pycomm.extension import core
 
 
@@ -27,43 +28,80 @@ class Layer:
 
 
 def report(
-    encoding: Encoding,
+    compressor: Compressor,
     named: Iterable[tuple[str, torch.Tensor]],
     residuals: Mapping[str, torch.Tensor],
+    memory: Memory | None = None,
 ) -> list[Layer]:
-    """Of every parameter that has a gradient. Encodes each once more; changes nothing."""
+    """Of every parameter that has a gradient. Compresses each once more; changes nothing.
+
+    `memory`: of compressors that do not encode every value.
+    """
     layers = []
     for name, parameter in named:
         gradient = parameter.grad
         if gradient is None:
             continue
-        if not encoding.compresses(name, parameter):
-            layers.append(Layer(name, gradient.numel(), "fp32", 1.0, 0.0, 0, 0, 0, 0.0))
-            continue
-        codec, count = encoding.codec, gradient.numel()
         residual = residuals.get(name)
-        wire = torch.empty(count * codec.value_bytes, dtype=torch.uint8)
-        counts = core.transcode(
-            codec,
-            count,
-            inputs=[gradient.detach().contiguous().flatten()],
-            residual=None if residual is None else residual.clone(),
-            encoded=(wire, torch.empty(codec.scales(count))),
-        )
-        layers.append(
-            Layer(
-                name,
-                count,
-                encoding.format,
-                4 * count / codec.wire_bytes(count),
-                (counts.error_squares / counts.squares) ** 0.5 if counts.squares else 0.0,
-                counts.overflows,
-                counts.underflows,
-                counts.non_finite,
-                0.0 if residual is None else float(residual.norm()),
+        if not compressor.compresses(name, parameter):
+            layers.append(Layer(name, gradient.numel(), "fp32", 1.0, 0.0, 0, 0, 0, 0.0))
+        elif isinstance(compressor, Encoding):
+            layers.append(_encoded(compressor, name, gradient.detach(), residual))
+        elif isinstance(compressor, Reduced):
+            layers.append(
+                _reduced(compressor, name, gradient.detach(), residual, memory or Memory())
             )
-        )
     return layers
+
+
+def _encoded(
+    encoding: Encoding, name: str, gradient: torch.Tensor, residual: torch.Tensor | None
+) -> Layer:
+    codec, count = encoding.codec, gradient.numel()
+    wire = torch.empty(count * codec.value_bytes, dtype=torch.uint8)
+    counts = core.transcode(
+        codec,
+        count,
+        inputs=[gradient.contiguous().flatten()],
+        residual=None if residual is None else residual.clone(),
+        encoded=(wire, torch.empty(codec.scales(count))),
+    )
+    return Layer(
+        name,
+        count,
+        encoding.format,
+        4 * count / codec.wire_bytes(count),
+        (counts.error_squares / counts.squares) ** 0.5 if counts.squares else 0.0,
+        counts.overflows,
+        counts.underflows,
+        counts.non_finite,
+        0.0 if residual is None else float(residual.norm()),
+    )
+
+
+def _reduced(
+    compressor: Reduced,
+    name: str,
+    gradient: torch.Tensor,
+    residual: torch.Tensor | None,
+    memory: Memory,
+) -> Layer:
+    values, count = gradient.float().clone(), gradient.numel()
+    if residual is not None:
+        values += residual.view(values.shape)
+    sent, wire_bytes = compressor.approximate(name, values, memory)
+    norm = float(values.norm())
+    return Layer(
+        name,
+        count,
+        compressor.format,
+        4 * count / wire_bytes,
+        float((values - sent).norm()) / norm if norm else 0.0,
+        0,
+        0,
+        int((~values.isfinite()).sum()),
+        0.0 if residual is None else float(residual.norm()),
+    )
 
 
 def markdown(layers: Iterable[Layer]) -> str:

@@ -16,7 +16,10 @@ VERSION = 1
 
 
 class KeepsResiduals(Protocol):
-    """What holds residuals: of every compressed parameter a float32 tensor of its elements, in memory order."""
+    """What holds residuals: of every compressed parameter a float32 tensor of its elements, in memory order.
+
+    Buckets of torch's Reducer are in memory order, too; sync_gradients goes by indices.
+    """
 
     def residuals(self) -> Mapping[str, torch.Tensor]:
         """By name; the tensors themselves."""
