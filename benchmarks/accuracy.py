@@ -67,6 +67,8 @@ COMPRESSORS: dict[str, Callable[[], Any]] = {
 #: The most that these may change the loss, in %; or the noise, if that is more.
 BARS = {"fp16": 0.1, "bf16": 0.1, "fp8": 1.0, "fp8_e5m2": 1.0, "int8": 1.0}
 
+PLAIN_LINE = {"color": "0.7", "lw": 5}  # below the others
+
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 
 
@@ -356,20 +358,26 @@ def plot(found: dict[str, tuple[dict[str, Result], float]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, rows = plt.subplots(
-        len(found), 2, figsize=(11, 4.2 * len(found)), squeeze=False, layout="constrained"
+        len(found),
+        2,
+        figsize=(11, 3.6 * len(found)),
+        squeeze=False,
+        layout="constrained",
+        width_ratios=(1, 1.6),
     )
     for (left, right), (task, (results, noise)) in zip(rows, found.items(), strict=True):
         names = [name for name in results if name != PLAIN]
-        colors = dict(
-            zip(names, plt.rcParams["axes.prop_cycle"].by_key()["color"] * 2, strict=False)
-        )
+        palette = plt.rcParams["axes.prop_cycle"].by_key()["color"] * 2
+        colors = dict(zip(names, palette, strict=False))
         for name, result in results.items():
             done = [(part + 1) * 100 / len(result.curve) for part in range(len(result.curve))]
-            style: Any = {"color": colors[name], "lw": 1.2} if name != PLAIN else {"color": "k"}
-            left.plot(done, result.curve, label=name, **style)
-        left.set(title=f"{task}: training loss", xlabel="steps done, %", yscale="log")
+            style: Any = {"color": colors[name], "lw": 1.2} if name != PLAIN else PLAIN_LINE
+            left.plot(done, result.curve, label=name if name == PLAIN else None, **style)
+        left.set(title=f"{task}: training loss, all of them", xlabel="steps done, %")
         left.legend(frameon=False, fontsize=8)
         right.axvspan(-noise, noise, color="0.85", label="noise")
+        right.axvline(-1, color="k", lw=0.8, ls="--", label="1 %")
+        right.axvline(1, color="k", lw=0.8, ls="--")
         for row, name in enumerate(names):
             each = results[name].differences
             right.plot(each, [row] * len(each), "o", ms=4, color=colors[name], alpha=0.4)
@@ -377,11 +385,11 @@ def plot(found: dict[str, tuple[dict[str, Result], float]], path: Path) -> None:
         right.set_yticks(range(len(names)), names)
         right.invert_yaxis()
         right.axvline(0, color="k", lw=0.8)
-        right.set(title=f"{task}: final test loss, seeds and their mean")
+        right.set(title=f"{task}: final test loss, of each seed and the mean")
         right.set(xlabel="difference to no compression, %")
         if max(abs(result.difference) for result in results.values()) > 5:
             right.set_xscale("symlog", linthresh=1)
-        right.legend(frameon=False, fontsize=8)
+        right.legend(frameon=False, fontsize=8, loc="lower right")
         for axes in (left, right):
             axes.grid(alpha=0.3)
             axes.spines[["top", "right"]].set_visible(False)
