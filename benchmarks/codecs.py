@@ -90,6 +90,7 @@ class Bench:
         self.results = [torch.zeros(n) for n in layout.lengths]
         self.residual = torch.zeros(self.count)
         self.bucket = torch.zeros(self.count)
+        self.widened = torch.zeros(self.count)
         self.halves = torch.zeros(2, self.count, dtype=torch.float16)
         self.copied = torch.zeros(2, 3 * self.count)  # bytes of a value are about 20 at most
 
@@ -139,10 +140,12 @@ class Bench:
             for part, gradient in zip(self.parts(self.bucket), self.gradients, strict=True):
                 part.copy_(gradient)
             self.bucket.div_(2).add_(self.residual)
-            torch.sub(self.bucket, self.halves[0].copy_(self.bucket), out=self.residual)
+            self.residual.copy_(self.halves[0].copy_(self.bucket))
+            torch.sub(self.bucket, self.residual, out=self.residual)
 
         def add() -> None:
-            self.bucket.copy_(self.halves[0]).add_(self.halves[1])
+            # Adding halves to floats would take fresh memory inside torch.
+            self.bucket.copy_(self.halves[0]).add_(self.widened.copy_(self.halves[1]))
             for part, result in zip(self.parts(self.bucket), self.results, strict=True):
                 result.copy_(part)
 

@@ -157,7 +157,7 @@ def table_rows(printed: str) -> list[list[str]]:
 
 
 def test_accuracy(tmp_path: Path) -> None:
-    """Every compressor trains both tasks, in the same words from Python and in the table."""
+    """Every compressor trains both tasks, and the tables say what the runs gave."""
     picture, record = tmp_path / "accuracy.png", tmp_path / "runs.json"
     printed = run_script("accuracy.py", "--quick", "--plot", str(picture), "--json", str(record))
     runs = [accuracy.Run(**run) for run in json.loads(record.read_text())]
