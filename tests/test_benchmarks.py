@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import accuracy
 import bars
 import cases
 import numpy as np
@@ -19,7 +20,10 @@ import rows
 from collectives import Driver, Settings, WrongResult, cases_of
 from names import BOUND, COMMUNICATOR, FLOOR, GLOO, OPEN_MPI, PYCOMM
 
+from pycomm.extension import core
+
 ROOT = Path(__file__).parents[1]
+CODEC_CELL = r"\d+\.\d GB/s, \d+\.\d\d \[\d+\.\d\d-\d+\.\d\d\]"
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
@@ -130,3 +134,101 @@ def test_thresholds() -> None:
     times = [float(t) for t in re.findall(r"([\d.e-]+) (?:µs|ms) ", ended.stdout)]
     assert len(times) == 9 * 3 + 5 * 2 + 8 * 2 + 5 * 4
     assert min(times) > 0.1
+
+
+def run_script(name: str, *arguments: str) -> str:
+    """What a benchmark prints."""
+    ended = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / name, *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def table_rows(printed: str) -> list[list[str]]:
+    """Cells of every line of Markdown's tables, titles too."""
+    lines = [line for line in printed.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_accuracy(tmp_path: Path) -> None:
+    """Every compressor trains both tasks, and the tables say what the runs gave."""
+    picture, record = tmp_path / "accuracy.png", tmp_path / "runs.json"
+    printed = run_script("accuracy.py", "--quick", "--plot", str(picture), "--json", str(record))
+    runs = [accuracy.Run(**run) for run in json.loads(record.read_text())]
+    names = list(accuracy.COMPRESSORS)
+    assert [(run.task, run.compressor) for run in runs] == [
+        (task, name) for task in accuracy.TASKS for name in names
+    ]
+    found = table_rows(printed)
+    assert [row[0] for row in found] == ["digits", *names, "gpt", *names]
+    for run, row in zip(runs, [row for row in found if row[0] in names], strict=True):
+        assert row[1] == f"{run.loss:.4f}"
+        assert abs(float(row[3])) < 1, "a few steps do not drive weights apart"
+        assert run.curve[-1] < run.curve[0], "nothing was learned"
+    losses = [run.loss for run in runs if run.task == "gpt"]
+    assert len(set(losses)) == len(losses), (
+        "each compressor and each start has roundings of its own"
+    )
+    assert picture.stat().st_size > 0
+
+
+def made_up_runs(**losses: list[float]) -> list[accuracy.Run]:
+    """Of two seeds by compressor."""
+    return [
+        accuracy.Run(
+            "task", name.replace("none_", accuracy.NUDGED), seed, 0, loss, [2.0, loss], 1.0
+        )
+        for name, values in losses.items()
+        for seed, loss in enumerate(values)
+    ]
+
+
+def test_accuracy_compares_within_a_seed_and_judges_by_the_noise() -> None:
+    runs = made_up_runs(none=[1.0, 2.0], none_=[1.001, 2.002], fp16=[1.01, 2.0], int8=[1.0, 2.1])
+    results, noise = accuracy.results_of(runs), accuracy.noise_of(runs)
+    assert results["int8"].differences == pytest.approx([0.0, 5.0])
+    assert results["int8"].difference == pytest.approx(2.5)
+    assert noise == pytest.approx(200 * 0.001 / 2**0.5, rel=1e-2)  # two runs of each kind
+    fp16, int8 = accuracy.verdicts("task", results, noise)
+    assert fp16.endswith("+0.50 %, at most 0.14 %: DOES NOT HOLD")
+    assert int8.endswith("+2.50 %, at most 1 %: DOES NOT HOLD")
+    runs = made_up_runs(none=[1.0, 2.0], none_=[1.01, 2.0], fp16=[1.01, 2.0], int8=[1.0, 1.99])
+    results, noise = accuracy.results_of(runs), accuracy.noise_of(runs)
+    assert [line.rsplit(": ", 1)[1] for line in accuracy.verdicts("task", results, noise)] == [
+        "holds",
+        "holds",
+    ]
+
+
+def test_codecs(tmp_path: Path) -> None:
+    """Every layout, instruction set, codec and operation is measured, and against what it says."""
+    picture, record = tmp_path / "codecs.png", tmp_path / "codecs.json"
+    sets = [name for name in ("avx512", "avx2", "generic") if core.set_instruction_set(name)]
+    assert core.set_instruction_set(sets[0])
+    command = ["--quick", "--codecs", "fp16,int8:64", "--instruction-sets", ",".join(sets)]
+    printed = run_script("codecs.py", *command, "--plot", str(picture), "--json", str(record))
+    layouts = ("0.25 MB", "0.0625 MB", "30 tensors, 0.25 MB")
+    found = table_rows(printed)
+    titles = [f"{layout}, {name}" for layout in layouts for name in sets]
+    measured = found[: 3 * len(titles)]
+    assert [row[0] for row in measured] == [x for t in titles for x in (t, "fp16", "int8:64")]
+    for row in measured:
+        assert len(row) == 5
+        assert row[0] in titles or all(re.fullmatch(CODEC_CELL, cell) for cell in row[1:]), row
+    ways = found[3 * len(titles) :]
+    assert [row[0] for row in ways[::6]] == [f"torch's way, {t}, {sets[0]}" for t in layouts]
+    assert len(ways) == 6 * len(layouts)
+    samples = json.loads(record.read_text())["0.25 MB, generic"]
+    moved = {(s["codec"], s["operation"]): s["moved"] / 65536 for s in samples}
+    assert moved["fp16", "encode with residual"] == 14 + 4 / 1024
+    assert moved["fp16", "reduce"] == 20 + 8 / 1024
+    assert moved["int8:64", "encode"] == 5 + 4 / 64
+    assert moved["int8:64", "sum of 2"] == 6 + 8 / 64
+    assert all(s["seconds"] > 0 and s["copy_seconds"] > 0 for s in samples)
+    assert picture.stat().st_size > 0
