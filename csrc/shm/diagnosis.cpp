@@ -106,11 +106,15 @@ std::string ShmCommunicator::calls() const {
 }
 
 void ShmCommunicator::throw_mismatch(const std::string& difference) const {
+  bool has_parts = false;
+  for (int peer = 0; peer < world_size(); ++peer)
+    has_parts = has_parts || (has_entered(peer) && announcement_of(peer).header.has_parts);
   throw Error(ErrorKind::kMismatch,
               concat("rank ", rank(), ": ranks disagree on operation ", sequence_, group_text(),
                      ": ", calls(), ". ", difference,
                      "Every rank must make the same calls in the same order, with equal counts "
-                     "and dtypes."));
+                     "and dtypes."),
+              {has_parts ? Cause::kPartsMismatch : Cause::kMismatch});
 }
 
 // ---- ranks that are not there
@@ -157,11 +161,16 @@ void ShmCommunicator::throw_late(int peer) const {
   const bool stopped = liveness_.is_stopped(peer);
   const std::string text =
       concat(where(), " exceeded its timeout of ", limit_.count(), " ms, waiting for rank ", peer);
-  PYCOMM_CHECK(!stopped, kPeerDied, text, ", whose process (pid ", segment_->area(peer).pid,
-               ") stands still, stopped by a signal or a debugger; ", arrivals(),
-               ". Continue it (kill -CONT) or end it.");
-  throw Error(ErrorKind::kTimeout, concat(text, "; ", arrivals(),
-                                          ". Look at what those ranks do, or raise the timeout."));
+  if (stopped)
+    throw Error(ErrorKind::kPeerDied,
+                concat(text, ", whose process (pid ", segment_->area(peer).pid,
+                       ") stands still, stopped by a signal or a debugger; ", arrivals(),
+                       ". Continue it (kill -CONT) or end it."),
+                {Cause::kStopped, peer});
+  throw Error(
+      ErrorKind::kTimeout,
+      concat(text, "; ", arrivals(), ". Look at what those ranks do, or raise the timeout."),
+      {Cause::kTimeout, peer});
 }
 
 // One that left in good order did not mean to take part: then the ranks made different calls.
@@ -174,13 +183,15 @@ void ShmCommunicator::lost_peer(int peer) const {
                 concat(where(), " waits for rank ", peer, " (pid ", area.pid,
                        "), which has destroyed the group; ", last_of(peer),
                        ". That rank makes one call less, or this one a call too many: every rank "
-                       "must make the same calls in the same order."));
+                       "must make the same calls in the same order."),
+                {Cause::kLeft, peer});
   const std::string how = departed == kPresent ? "died"
                           : farewell.empty()   ? "ended without destroying its process group"
                                                : "left the group because of " + farewell;
   throw Error(ErrorKind::kPeerDied,
               concat(where(), " lost rank ", peer, " (pid ", area.pid, "), which ", how, "; ",
-                     meeting_ ? arrivals() : last_of(peer), ". See that rank's own output."));
+                     meeting_ ? arrivals() : last_of(peer), ". See that rank's own output."),
+              {cause_of_loss(area), peer});
 }
 
 // ---- two groups entered in different order
@@ -223,11 +234,12 @@ void ShmCommunicator::check_for_crossing(int peer) const {
   while (load_acquire(area.reported.value) != found->sequence && Clock::now() < deadline)
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   if (load_acquire(area.reported.value) == found->sequence) found->call = area.report;
-  throw Error(ErrorKind::kMismatch,
-              concat(where(), " waits for rank ", peer, " (pid ", theirs.pid,
-                     "), which waits for this rank in another group: ", found->call, " (operation ",
-                     found->sequence, found->group,
-                     "). Every rank must use the groups in the same order."));
+  throw Error(
+      ErrorKind::kMismatch,
+      concat(where(), " waits for rank ", peer, " (pid ", theirs.pid,
+             "), which waits for this rank in another group: ", found->call, " (operation ",
+             found->sequence, found->group, "). Every rank must use the groups in the same order."),
+      {Cause::kCrossing, peer});
 }
 
 }  // namespace pycomm

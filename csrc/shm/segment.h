@@ -9,6 +9,7 @@
 #include <memory>
 
 #include "../common.h"
+#include "../error.h"
 #include "../recorder.h"
 #include "../slots.h"
 
@@ -117,8 +118,9 @@ struct ChannelHead {
 inline constexpr uint32_t kClean = 0, kWriting = 1, kSet = 2;
 struct AbortRecord {
   Flag state;  // kClean, kWriting, kSet
-  int32_t kind;
-  int32_t rank;
+  ErrorKind kind;
+  Blame blame;
+  int32_t rank;  // that reports it
   char message[8192];
 };
 

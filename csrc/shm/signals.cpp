@@ -24,16 +24,21 @@ class ShmCommunicator::SignalGuard {
   bool check(bool sleeping) const {
     if (owner_.has_ended()) owner_.throw_ended(where());
     if (load_acquire(owner_.segment_->area(peer_).departed.value) != 0) return false;
-    PYCOMM_CHECK(Clock::now() - began_ < limit_, kTimeout, where(), " exceeded its timeout of ",
-                 limit_.count(), " ms. Look at what that rank does, or raise the timeout.");
+    if (Clock::now() - began_ >= limit_)
+      throw Error(ErrorKind::kTimeout,
+                  concat(where(), " exceeded its timeout of ", limit_.count(),
+                         " ms. Look at what that rank does, or raise the timeout."),
+                  {Cause::kTimeout, peer_});
     if (!sleeping) return true;
     if (!Worker::is_current_thread()) check_interrupt();
     return !owner_.liveness_.is_dead(peer_);
   }
   [[noreturn]] void lost() const {
+    const RankArea& area = owner_.segment_->area(peer_);
     throw Error(ErrorKind::kPeerDied,
-                concat(where(), " lost that rank (pid ", owner_.segment_->area(peer_).pid,
-                       "), which died or left the group. See its own output."));
+                concat(where(), " lost that rank (pid ", area.pid,
+                       "), which died or left the group. See its own output."),
+                {cause_of_loss(area), peer_});
   }
 
  private:
