@@ -30,7 +30,7 @@ class ShmCommunicator : public Communicator, private Watch {
   ~ShmCommunicator() override;
 
   const char* transport() const override { return "shm"; }
-  void abort(const std::string& reason, Cause cause) override;
+  void abort(const std::string& reason, Cause cause = Cause::kAborted) override;
   void shutdown() override;
   Failure failure() const override;
   // Leaves without finishing anything, as destruction does. Its threads have ended afterwards.

@@ -40,8 +40,10 @@ class Teller:
         """Who did what, where, and who waited for it."""
         if end.cause is Cause.CIRCLE:
             return self._circle(end)
-        first_of = {wait.operation: wait for wait in reversed(end.waits)}
-        operations = list(reversed(first_of.values()))[:_MOST_TOLD]
+        first_of: dict[object, Wait] = {}
+        for wait in end.waits:
+            first_of.setdefault(wait.operation, wait)
+        operations = list(first_of.values())[:_MOST_TOLD]
         told = [self._awaited(end, wait) for wait in operations] or [self._in_idle(end)]
         told += [self._other_message(wait) for wait in operations]
         told += [self.last(rank) for rank in end.ranks[:_MOST_TOLD]]
