@@ -10,11 +10,13 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "algorithms/encoder.h"
 #include "common.h"
+#include "error.h"
 #include "forks.h"
 #include "recorder.h"
 #include "worker.h"
@@ -140,7 +142,7 @@ class Communicator {
   void run(Request request) { submit(std::move(request), false, nullptr); }
 
   // Ends every operation of every rank with AbortedError, now and in the future. From any thread.
-  virtual void abort(const std::string& reason) = 0;
+  virtual void abort(const std::string& reason, Cause cause = Cause::kAborted) = 0;
   virtual Failure failure() const = 0;
   // Finishes what is queued and leaves; peers that still wait for this rank are told.
   virtual void shutdown() = 0;
@@ -166,8 +168,8 @@ class Communicator {
   virtual std::vector<RecordView> records(int rank) const = 0;
   virtual RankState state_of(int rank) const = 0;
   virtual std::vector<int> living_ranks() const = 0;  // that have neither died nor left
-  // The first failure of any rank, or nothing.
-  virtual std::string failure_report() const = 0;
+  // The first failure of any rank, as it was thrown there, or nothing.
+  virtual std::optional<Error> failure_report() const = 0;
   TickScale::Now scale() const { return scale_.now(); }
 
   // What peers are told when this rank leaves because of an exception.

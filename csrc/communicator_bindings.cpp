@@ -359,7 +359,7 @@ std::shared_ptr<Pending> post_and_wait(Communicator& self, const Message& messag
   } catch (const Error&) {
     throw;
   } catch (...) {
-    self.abort(describe(message) + " was interrupted");
+    self.abort(describe(message) + " was interrupted", Cause::kInterrupted);
     while (!pending->wait(kSleep)) continue;
     throw;
   }
@@ -473,8 +473,18 @@ py::dict rank_state(const Communicator& self, int rank) {
 }
 
 std::optional<std::string> failure_report(const Communicator& self) {
-  const std::string report = self.failure_report();
-  return report.empty() ? std::nullopt : std::make_optional(report);
+  const std::optional<Error> first = self.failure_report();
+  return first ? std::make_optional(first->what()) : std::nullopt;
+}
+
+std::optional<py::dict> failure_cause(const Communicator& self) {
+  const std::optional<Error> first = self.failure_report();
+  if (!first) return {};
+  py::dict result;
+  result["text"] = first->what();
+  result["cause"] = name_of(first->blame().cause);
+  result["culprit"] = first->blame().culprit;
+  return result;
 }
 
 // ---- the class
@@ -593,8 +603,10 @@ void bind_communicator(py::module_& m) {
                              "Operations entered so far, modulo 2**32; equal on all ranks.")
       .def("flag_latency_ns", &Communicator::flag_latency_ns, Release(),
            "Collective: one-way latency of a flag between rank 0 and the farthest rank, in ns.")
-      .def("abort", &Communicator::abort, arg("reason"), Release(),
-           "Ends all operations of all ranks with AbortedError, now and later. From any thread.")
+      .def(
+          "abort", [](Communicator& self, const std::string& reason) { self.abort(reason); },
+          arg("reason"), Release(),
+          "Ends all operations of all ranks with AbortedError, now and later. From any thread.")
       .def("shutdown", &Communicator::shutdown, Release(),
            "Finishes what is queued and leaves the group.")
       .def_property_readonly("name", &Communicator::name,
@@ -615,6 +627,8 @@ void bind_communicator(py::module_& m) {
       .def("living_ranks", &Communicator::living_ranks,
            "The ranks that have neither died nor left, as far as this one can tell.")
       .def("failure_report", &failure_report, "The group's first failure, or None.")
+      .def("failure_cause", &failure_cause,
+           "The same for programs: text, cause, culprit (a rank of the group; -1: unknown).")
       .def("_address",  // for pycomm._c10d, which shares the object: a pointer to a std::shared_ptr
            [](const std::shared_ptr<Communicator>& self) {
              return py::capsule(new std::shared_ptr<Communicator>(self), kCapsule,

@@ -205,6 +205,7 @@ class Found:
 
     error: str = "none"
     message: str = ""
+    cause: tuple[str, int] | None = None  # of the default group, and its culprit
     seconds: float = -1.0
     left_over: list[str] = field(default_factory=list)
     met_again: int = 0
@@ -225,6 +226,12 @@ def open_things(with_threads: bool) -> dict[str, int]:
 def entries(folder: str) -> int:
     """How many files a folder holds."""
     return sum(1 for _ in Path(folder).iterdir())
+
+
+def cause_of_failure() -> tuple[str, int] | None:
+    """What the core says of the default group, if there is one."""
+    failure = pycomm.get_communicator().failure_cause() if dist.is_initialized() else None
+    return (failure["cause"], failure["culprit"]) if failure else None
 
 
 def meet(path: Path, rank: int, n: int, timeout: float) -> None:
@@ -252,6 +259,7 @@ def work(rank: int, n: int, cell: Cell, folder: Path) -> Found | str:
         struck = float(store.get("struck")) if store.check(["struck"]) else began[0]
         found.seconds = now - max(began[0], struck)
         found.error, found.message = type(error).__name__, str(error)
+        found.cause = cause_of_failure()
     except KeyboardInterrupt:
         found.seconds = time.monotonic() - began[0]
         found.error = "KeyboardInterrupt"
@@ -504,6 +512,7 @@ def check(cell: Cell, folder: Path, worker: Callable[..., Any] = work) -> float:
         assert found.error == cell.error, (rank, found)
         seconds = found.seconds - (cell.timeout if cell.timeout == SHORT else 0)
         assert seconds < LIMIT, (rank, found)
+        assert found.cause == blame(cell), (rank, found)
         for word in (*named(cell, rank), *cell.words):
             assert word in found.message, (rank, word, found)
         assert found.left_over == [], (rank, found)
@@ -517,6 +526,25 @@ def named(cell: Cell, rank: int) -> list[str]:
     if cell.moment == "rendezvous" and cell.error == "TimeoutError":
         return [f"these never came: {cell.culprit}"] if rank == 0 else []
     return [] if cell.fault == "late" else [f"rank {cell.culprit}"]
+
+
+def blame(cell: Cell) -> tuple[str, int] | None:
+    """The cause and the culprit that the core must hand out, if the default group has failed."""
+    if cell.moment == "rendezvous" or cell.fault == "group":
+        return None
+    if cell.fault == "mismatch":
+        return ("parts_mismatch" if cell.operation == "parts" else "mismatch"), -1
+    if cell.moment == "wait":
+        return "left", cell.culprit
+    causes = {
+        "stop": "stopped",
+        "exception": "exited",
+        "one call less": "left",
+        "late": "timeout",
+        "interrupt": "interrupted",
+        "abort": "aborted",
+    }
+    return causes.get(cell.fault, "died"), cell.culprit
 
 
 # ---- the table

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import pickle
-import re
 import signal
 import subprocess
 import sys
@@ -15,7 +14,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -33,7 +31,7 @@ import pycomm
 from pycomm.trace import BadDump, diagnose, dump, install_signal_dump, read_job
 from pycomm.trace.__main__ import main
 from pycomm.trace.chrome import chrome_trace
-from pycomm.trace.failure import Kind, classify
+from pycomm.trace.format import CORE_CAUSES
 from pycomm.trace.read import read_dump
 from pycomm.trace.table import print_tables
 from pycomm.trace.torch_format import file_name
@@ -44,7 +42,7 @@ def killed(size: int = 3) -> World:
     world = with_history(size)
     enter_all_but(world, 1)
     world.end(1, alive=False)
-    world.default.fail(5.05, "rank 0: ... (operation 9) lost rank 1 (pid 4711), which died; ...")
+    world.default.fail(5.05, "died", 1)
     return world
 
 
@@ -63,7 +61,7 @@ def test_what_a_dump_holds(tmp_path: Path) -> None:
     path = dump(world.communicators(3), tmp_path / "new" / "folder", "why not")
     assert path == tmp_path / "new" / "folder" / "pycomm-trace.3.json"
     content = json.loads(path.read_text())
-    assert (content["rank"], content["reason"], content["version"]) == (3, "why not", 1)
+    assert (content["rank"], content["reason"], content["version"]) == (3, "why not", 2)
     assert content["torch"] == torch.__version__
     assert content["pid"] == os.getpid()
     assert abs(content["time_ns"] - time.time_ns()) < 60e9
@@ -211,16 +209,16 @@ def test_groups_of_one_name(tmp_path: Path) -> None:
         (b"", "it is no JSON, or was cut off"),
         (b"\xff\xfe", "it is no JSON, or was cut off"),
         (b"[" * 100_000, "nested too deeply"),
-        (b"[]", "the file: it is no object but a list"),
+        (b"[]", "it is no dump of pycomm"),
         (b"{}", "it is no dump of pycomm"),
-        (b'{"format": "pycomm-trace"}', "the file: 'version' is missing"),
+        (b'{"format": "pycomm-trace"}', "it has version None"),
         (
-            b'{"format": "pycomm-trace", "version": 2}',
-            "it has version 2, but this pycomm reads version 1",
+            b'{"format": "pycomm-trace", "version": 1}',
+            "it has version 1, but this pycomm reads version 2",
         ),
         (
-            b'{"format": "pycomm-trace", "version": 1, "groups": 3}',
-            "'groups' is no list but of type int",
+            b'{"format": "pycomm-trace", "version": 2, "rank": 0, "time_ns": 1, "groups": 3}',
+            "the file: 'groups' is an integer, not a list",
         ),
     ],
 )
@@ -285,7 +283,7 @@ def busy_dump() -> str:
     world.default.post(1, "send", 2, at=5, shape=(2, 3))
     enter_all_but(world, 1)
     world.end(2, stopped=True)
-    world.default.fail(13, "rank 0: ... exceeded its timeout of 8000 ms, waiting for rank 1; ...")
+    world.default.fail(13, "timeout", 1)
     with tempfile.TemporaryDirectory() as folder:
         world.dump(Path(folder), 1, at=13.5)
         return (Path(folder) / "pycomm-trace.1.json").read_text()
@@ -352,20 +350,6 @@ def test_any_byte_may_be_wrong(cut: int, at: int, junk: bytes) -> None:
     everything(content[:at] + junk + content[at + len(junk) :])
 
 
-REPORTS = (
-    None,
-    "rank 0: barrier() (operation 1) was interrupted",
-    "rank 1 aborted: no",
-    "rank 0: barrier() waits for rank 1 (pid 4711), which waits for this rank in another group: ...",
-    "rank 0: barrier() waits for rank 1 (pid 4711), which has destroyed the group; ...",
-    "rank 0: recv(...): the message for it is rank 1's send(...)",
-    "rank 0: ranks disagree on operation 1: ...",
-    "rank 0: ... whose process (pid 4711) stands still, stopped by a signal",
-    "rank 0: barrier() lost rank 1 (pid 4711), which died; ...",
-    "rank 0: barrier() lost rank 1 (pid 4711), which ended without destroying its process group",
-    "rank 0: barrier() exceeded its timeout of 8000 ms",
-    "something else",
-)
 STATES = (
     {"alive": False},
     {"stopped": True},
@@ -402,8 +386,9 @@ def draw_world(data: st.DataObject) -> World:
             done(group.rings[rank][-1], moment)
         elif event == "state":
             world.end(one(*range(size)), **one(*STATES))
-        elif event == "fail" and (report := one(*REPORTS)):
-            group.fail(moment, report)
+        elif event == "fail":
+            culprit = one(-1, *range(len(group.ranks)))
+            group.fail(moment, one(*CORE_CAUSES), culprit, one("it failed", "", "? ..."))
     return world
 
 
@@ -493,7 +478,7 @@ def test_torch_names_the_culprit(
     world = with_history()
     enter_all_but(world, 1)
     world.default.enter(1, operation, at=5, **other)
-    world.default.fail(5.1, "rank 0: ranks disagree on operation 9: ...")
+    world.default.fail(5.1, "mismatch")
     world.dump(tmp_path / "dumps", at=6)
     said, collectives = analyse(tmp_path / "dumps")
     assert "Collective sequence number: 9 has errors" in said
@@ -721,102 +706,6 @@ def test_a_rank_that_waits_dumps_too(tmp_path: Path) -> None:
         return expected.exists()
 
     assert run(2, worker, str(tmp_path)) == [True, True]
-
-
-# ---- the core's own words
-
-
-def ends(step: Callable[[], Any]) -> str:
-    """What a step raises, without what a rank adds that only heard of it."""
-    try:
-        step()
-    except pycomm.Error as error:
-        return re.split("another rank reported: |ended before: ", str(error))[-1].split(
-            " -- destroy"
-        )[0]
-    return "nothing"
-
-
-def differ(rank: int) -> str:
-    return ends(lambda: dist.all_reduce(torch.ones(2 + rank)))
-
-
-def be_late(rank: int) -> str:
-    if rank == 0:
-        return ends(lambda: pycomm.get_communicator().barrier(timeout=timedelta(seconds=0.3)))
-    dist.distributed_c10d._get_default_store().wait(["done"], timedelta(seconds=10))
-    return ends(dist.barrier)
-
-
-def abort(rank: int) -> str:
-    if rank == 1:
-        pycomm.get_communicator().abort("I want to")
-    return ends(dist.barrier)
-
-
-def leave(rank: int) -> str:
-    if rank == 1:
-        ends(dist.destroy_process_group)
-        return "left"
-    return ends(dist.barrier)
-
-
-def send_other(rank: int) -> str:
-    if rank == 1:
-        dist.send(torch.ones(3), 0)
-        return ends(dist.barrier)
-    return ends(lambda: dist.recv(torch.ones(4), 1))
-
-
-def die(rank: int) -> str:
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return ends(dist.barrier)
-
-
-@pytest.mark.parametrize(
-    ("step", "kind", "culprit"),
-    [
-        (differ, Kind.MISMATCH, None),
-        (be_late, Kind.TIMEOUT, None),
-        (abort, Kind.ABORTED, 1),
-        (leave, Kind.LEFT, 1),
-        (send_other, Kind.MESSAGE_MISMATCH, 1),
-        (die, Kind.DIED, 1),
-    ],
-)
-def test_the_cores_words_are_understood(
-    step: Callable[[int], str], kind: Kind, culprit: int | None
-) -> None:
-    """A failure's kind is read off the message that the core raises."""
-
-    def worker(rank: int, _: int) -> tuple[str, list[int]]:
-        store = dist.distributed_c10d._get_default_store()
-        store.set(f"pid{rank}", str(os.getpid()))
-        pids = [int(store.get(f"pid{r}")) for r in range(2)]
-        told = step(rank)
-        store.set("done", "yes")
-        return told, pids
-
-    told, pids = run(2, worker, may_die=[1])[0]
-    failure = classify(told, pids)
-    assert (failure.kind, failure.culprit) == (kind, culprit), told
-
-
-def test_an_interrupt_is_understood() -> None:
-    """Also while receiving, which is said in other words."""
-    for text in (
-        "rank 1: barrier() (operation 3) was interrupted",
-        "rank 1 aborted: recv(count=4, dtype=float32, from rank 0, tag=0) was interrupted",
-    ):
-        assert classify(text, [1, 2]).kind is Kind.INTERRUPTED
-        assert classify(text, [1, 2]).culprit == 1
-
-
-def test_a_stopped_rank_is_found_by_its_pid() -> None:
-    text = "rank 0: recv(...) exceeded its timeout of 300 ms: no rank ...; its process (pid 77) stands still, stopped"
-    failure = classify(text, [76, 77])
-    assert (failure.kind, failure.culprit) == (Kind.STOPPED, 1)
 
 
 # ---- the command as it is run

@@ -30,7 +30,7 @@ class Group:
     pids: Sequence[int]
     rings: list[list[dict[str, Any]]] = field(init=False)
     states: list[dict[str, Any]] = field(init=False)
-    failure: str | None = None
+    failure: dict[str, Any] | None = None
     capacity: int | None = None
 
     def __post_init__(self) -> None:
@@ -111,9 +111,9 @@ class Group:
             met = at + (len(self.ranks) - 1) * 1e-6
             record.update(state="completed", met_ns=ns(met), finished_ns=ns(at + took))
 
-    def fail(self, at: float, report: str) -> None:
+    def fail(self, at: float, cause: str, culprit: int = -1, report: str = "") -> None:
         """The group fails: whatever is under way ends, on each rank a little later than on the one before."""
-        self.failure = report
+        self.failure = {"text": report or f"it was {cause}", "cause": cause, "culprit": culprit}
         for rank, ring in enumerate(self.rings):
             if not self.states[rank]["alive"] or self.states[rank]["stopped"]:
                 continue
@@ -152,7 +152,7 @@ class Fake:
     def rank_state(self, rank: int, /) -> dict[str, Any]:
         return dict(self.group.states[rank])
 
-    def failure_report(self) -> str | None:
+    def failure_cause(self) -> dict[str, Any] | None:
         return self.group.failure
 
 

@@ -110,11 +110,15 @@ std::string ShmCommunicator::calls() const {
 }
 
 void ShmCommunicator::throw_mismatch(const std::string& difference) const {
+  bool has_parts = false;
+  for (int peer = 0; peer < world_size(); ++peer)
+    has_parts = has_parts || (has_entered(peer) && announcement_of(peer).header.has_parts);
   throw Error(ErrorKind::kMismatch,
               concat("rank ", rank(), ": ranks disagree on operation ", sequence_, group_text(),
                      ": ", calls(), ". ", difference,
                      "Every rank must make the same calls in the same order, with equal counts "
-                     "and dtypes."));
+                     "and dtypes."),
+              {has_parts ? Cause::kPartsMismatch : Cause::kMismatch});
 }
 
 // ---- ranks that are not there
@@ -161,11 +165,16 @@ void ShmCommunicator::throw_late(int peer) const {
   const bool stopped = liveness_.is_stopped(peer);
   const std::string text =
       concat(where(), " exceeded its timeout of ", limit_.count(), " ms, waiting for rank ", peer);
-  PYCOMM_CHECK(!stopped, kPeerDied, text, ", whose process (", liveness_.process_of(peer),
-               ") stands still, stopped by a signal or a debugger; ", arrivals(),
-               ". Continue it (kill -CONT) or end it.");
-  throw Error(ErrorKind::kTimeout, concat(text, "; ", arrivals(),
-                                          ". Look at what those ranks do, or raise the timeout."));
+  if (stopped)
+    throw Error(ErrorKind::kPeerDied,
+                concat(text, ", whose process (", liveness_.process_of(peer),
+                       ") stands still, stopped by a signal or a debugger; ", arrivals(),
+                       ". Continue it (kill -CONT) or end it."),
+                {Cause::kStopped, peer});
+  throw Error(
+      ErrorKind::kTimeout,
+      concat(text, "; ", arrivals(), ". Look at what those ranks do, or raise the timeout."),
+      {Cause::kTimeout, peer});
 }
 
 // One that left in good order did not mean to take part: then the ranks made different calls.
@@ -178,14 +187,16 @@ void ShmCommunicator::lost_peer(int peer) const {
                 concat(where(), " waits for rank ", peer, " (", liveness_.process_of(peer),
                        "), which has destroyed the group; ", last_of(peer),
                        ". That rank makes one call less, or this one a call too many: every rank "
-                       "must make the same calls in the same order."));
+                       "must make the same calls in the same order."),
+                {Cause::kLeft, peer});
   const std::string how = departed == kPresent ? "died"
                           : farewell.empty()   ? "ended without destroying its process group"
                                                : "left the group because of " + farewell;
   throw Error(
       ErrorKind::kPeerDied,
       concat(where(), " lost rank ", peer, " (", liveness_.process_of(peer), "), which ", how, "; ",
-             meeting_ ? arrivals() : last_of(peer), ". See that rank's own output."));
+             meeting_ ? arrivals() : last_of(peer), ". See that rank's own output."),
+      {cause_of_loss(area), peer});
 }
 
 // After this rank has left, which had made fewer calls than a peer.
@@ -201,7 +212,8 @@ void ShmCommunicator::throw_left_early(int peer, uint32_t sequence) const {
              sequence_, ", but rank ", peer, " (pid ", area.pid,
              ") called another: ", reported ? area.report : last_of(peer),
              ". That rank makes a call too many, or this one a call less: every rank must make "
-             "the same calls in the same order. The group is destroyed all the same."));
+             "the same calls in the same order. The group is destroyed all the same."),
+      {Cause::kLeft, rank()});
 }
 
 // ---- two groups entered in different order
@@ -245,15 +257,18 @@ void ShmCommunicator::check_for_crossing(int peer) const {
   while (load_acquire(area.reported.value) != found->sequence && Clock::now() < deadline)
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   if (load_acquire(area.reported.value) == found->sequence) found->call = area.report;
-  const std::string text =
+  const Error error(
+      ErrorKind::kMismatch,
       concat(where(), " waits for rank ", peer, " (", liveness_.process_of(peer),
              "), which waits for this rank in another group: ", found->call, " (operation ",
-             found->sequence, found->group, "). Every rank must use the groups in the same order.");
+             found->sequence, found->group, "). Every rank must use the groups in the same order."),
+      {Cause::kCrossing, peer});
   registry::visit([&](ShmCommunicator& other) {
-    if (other.segment_ == found->segment) other.record_abort(ErrorKind::kMismatch, text);
+    if (other.segment_ == found->segment)
+      other.record_abort(Error(error.kind(), error.what(), {Cause::kCrossing, found->rank}));
     return other.segment_ == found->segment;
   });
-  throw Error(ErrorKind::kMismatch, text);
+  throw error;
 }
 
 }  // namespace pycomm

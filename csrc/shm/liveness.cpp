@@ -49,6 +49,12 @@ bool proc_shows_pids() {
 
 }  // namespace
 
+Cause cause_of_loss(const RankArea& area) {
+  const uint32_t departed = load_acquire(area.departed.value);
+  if (departed == kPresent) return Cause::kDied;
+  return departed == kLeft && !area.farewell[0] ? Cause::kLeft : Cause::kExited;
+}
+
 Liveness::Liveness(std::shared_ptr<Segment> segment, int rank)
     : segment_(std::move(segment)),
       rank_(rank),

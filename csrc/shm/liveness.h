@@ -19,6 +19,9 @@
 
 namespace pycomm {
 
+// Why a rank that is gone went: it died, left in good order, or ended or left otherwise.
+Cause cause_of_loss(const RankArea& area);
+
 class Liveness {
  public:
   Liveness(std::shared_ptr<Segment> segment, int rank);

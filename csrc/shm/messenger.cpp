@@ -164,11 +164,13 @@ bool Messenger::fits(const TransferPtr& receiver, int source, const MessageHeade
   const Message& wanted = receiver->message_;
   if (__builtin_expect(wanted.count == header.count && wanted.dtype == header.dtype, 1))
     return true;
-  fail(receiver, ErrorKind::kMismatch,
-       concat(call(wanted, receiver->record_), ": the message for it is rank ", source, "'s ",
-              call_of_sender(source, header),
-              ". Both calls must name the same count and dtype; messages of one tag arrive in the "
-              "order in which they were sent."));
+  fail(receiver,
+       Error(ErrorKind::kMismatch,
+             concat(call(wanted, receiver->record_), ": the message for it is rank ", source, "'s ",
+                    call_of_sender(source, header),
+                    ". Both calls must name the same count and dtype; messages of one tag arrive "
+                    "in the order in which they were sent."),
+             {Cause::kMessageMismatch, source}));
   return false;
 }
 
@@ -199,9 +201,10 @@ bool Messenger::begin_message(int source) {
   }
   std::unique_ptr<char[]> bytes = allocate(in.header.bytes());
   if (!bytes) {
-    end_all(ErrorKind::kError,
-            concat("rank ", rank_, " has no memory for a message of ", in.header.bytes(),
-                   " bytes that rank ", source, " sent before one that is waited for"));
+    end_all(Error(ErrorKind::kError,
+                  concat("rank ", rank_, " has no memory for a message of ", in.header.bytes(),
+                         " bytes that rank ", source, " sent before one that is waited for"),
+                  {Cause::kOther, rank_}));
     return false;
   }
   in.unexpected = unexpected_.insert(unexpected_.end(), {source, in.header, std::move(bytes)});

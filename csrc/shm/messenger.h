@@ -66,7 +66,7 @@ class Transfer : public Pending {
 class Messenger : public std::enable_shared_from_this<Messenger> {
  public:
   // Ends the communicator on all ranks, if it has not ended yet; called under the lock.
-  using End = std::function<void(ErrorKind, const std::string&)>;
+  using End = std::function<void(const Error&)>;
   // Counts a message that is done, with its start and end in ticks; under the lock.
   using Count = std::function<void(const Message&, uint64_t, uint64_t)>;
   Messenger(std::shared_ptr<Segment> segment, const Origin& origin, int rank,
@@ -134,9 +134,9 @@ class Messenger : public std::enable_shared_from_this<Messenger> {
   bool is_gone(int peer) const;
   int source_of(const Transfer& transfer) const;
   void lose(int peer);
-  void fail(const TransferPtr& transfer, ErrorKind kind, const std::string& message);
+  void fail(const TransferPtr& transfer, const Error& error);
   void fail_late(const TransferPtr& transfer);
-  void end_all(ErrorKind kind, const std::string& reason);
+  void end_all(const Error& reason);
   std::vector<TransferPtr> outstanding() const;
   std::string progress_of(const Transfer& transfer) const;
   std::string call(const Message& message, uint64_t record = 0) const;

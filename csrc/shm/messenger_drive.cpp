@@ -107,7 +107,7 @@ void Messenger::close() {
   {
     auto held = lock();
     closed_ = true;
-    end_all(ErrorKind::kAborted, "its process group was destroyed");
+    end_all(Error(ErrorKind::kAborted, "its process group was destroyed", {Cause::kLeft, rank_}));
     settle(held);
   }
   helper_wake_.notify_all();

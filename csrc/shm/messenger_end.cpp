@@ -16,8 +16,8 @@ void Messenger::look_after() {
   if (over_ || outstanding_ == 0) return;
   const AbortRecord& record = segment_->head().abort;
   if (load_acquire(record.state.value) == kSet)
-    return end_all(static_cast<ErrorKind>(record.kind),
-                   concat("another rank reported: ", record.message));
+    return end_all(
+        Error(record.kind, concat("another rank reported: ", record.message), record.blame));
   const auto now = Clock::now();
   if (now < next_look_) return;
   next_look_ = now + kSleep;
@@ -34,13 +34,16 @@ void Messenger::fail_late(const TransferPtr& transfer) {
       concat(call(transfer->message_, transfer->record_), " exceeded its timeout of ",
              transfer->limit_.count(), " ms: ", progress_of(*transfer));
   if (stopped)
-    fail(transfer, ErrorKind::kPeerDied,
-         concat(text, "; its process (", liveness_.process_of(peer),
-                ") stands still, stopped by a signal or a debugger. Continue it (kill -CONT) or "
-                "end it."));
+    fail(transfer,
+         Error(ErrorKind::kPeerDied,
+               concat(text, "; its process (", liveness_.process_of(peer),
+                      ") stands still, stopped by a signal or a debugger. Continue it (kill -CONT) "
+                      "or end it."),
+               {Cause::kStopped, peer}));
   else
-    fail(transfer, ErrorKind::kTimeout,
-         concat(text, ". Look at what that rank does, or raise the timeout."));
+    fail(transfer, Error(ErrorKind::kTimeout,
+                         concat(text, ". Look at what that rank does, or raise the timeout."),
+                         {Cause::kTimeout, peer}));
 }
 
 bool Messenger::is_gone(int peer) const {
@@ -61,11 +64,14 @@ void Messenger::lose(int peer) {
   for (const TransferPtr& transfer : outstanding()) {
     const bool any = transfer->message_.peer == kAnySource && transfer != incoming_[peer].receiver;
     if (any ? left && !all_gone() : source_of(*transfer) != peer) continue;
-    return fail(transfer, ErrorKind::kPeerDied,
-                concat(call(transfer->message_, transfer->record_), " lost rank ", peer, " (",
-                       liveness_.process_of(peer), "), which ", left ? "left the group" : "died",
-                       left && area.farewell[0] ? concat(" because of ", area.farewell) : "", ": ",
-                       progress_of(*transfer), ". See that rank's own output."));
+    return fail(
+        transfer,
+        Error(ErrorKind::kPeerDied,
+              concat(call(transfer->message_, transfer->record_), " lost rank ", peer, " (",
+                     liveness_.process_of(peer), "), which ", left ? "left the group" : "died",
+                     left && area.farewell[0] ? concat(" because of ", area.farewell) : "", ": ",
+                     progress_of(*transfer), ". See that rank's own output."),
+              {cause_of_loss(area), peer}));
   }
 }
 
@@ -78,19 +84,21 @@ int Messenger::source_of(const Transfer& transfer) const {
   return transfer.message_.peer;
 }
 
-void Messenger::fail(const TransferPtr& transfer, ErrorKind kind, const std::string& message) {
-  end_(kind, message);
-  complete(transfer, -1, std::make_exception_ptr(Error(kind, message)));
-  end_all(kind, concat("another message failed: ", message));
+void Messenger::fail(const TransferPtr& transfer, const Error& error) {
+  end_(error);
+  complete(transfer, -1, std::make_exception_ptr(error));
+  end_all(Error(error.kind(), concat("another message failed: ", error.what()), error.blame()));
 }
 
-void Messenger::end_all(ErrorKind kind, const std::string& reason) {
+void Messenger::end_all(const Error& reason) {
   if (std::exchange(over_, true)) return;
-  if (!closed_) end_(kind, reason);
+  if (!closed_) end_(reason);
   for (const TransferPtr& transfer : outstanding())
     complete(transfer, -1,
-             std::make_exception_ptr(Error(kind, concat(call(transfer->message_, transfer->record_),
-                                                        " ended, since ", reason))));
+             std::make_exception_ptr(Error(reason.kind(),
+                                           concat(call(transfer->message_, transfer->record_),
+                                                  " ended, since ", reason.what()),
+                                           reason.blame())));
   receivers_.clear();
   for (Unexpected& message : unexpected_) message.receiver = nullptr;
   for (Incoming& in : incoming_) in.receiver = nullptr;

@@ -9,6 +9,7 @@
 #include <memory>
 
 #include "../common.h"
+#include "../error.h"
 #include "../kernels/codec.h"
 #include "../recorder.h"
 #include "../slots.h"
@@ -122,8 +123,9 @@ struct ChannelHead {
 inline constexpr uint32_t kClean = 0, kWriting = 1, kSet = 2;
 struct AbortRecord {
   Flag state;  // kClean, kWriting, kSet
-  int32_t kind;
-  int32_t rank;
+  ErrorKind kind;
+  Blame blame;
+  int32_t rank;  // that reports it
   char message[8192];
 };
 

@@ -354,7 +354,8 @@ void ShmCommunicator::monitored_barrier() {
                             : concat("Rank ", rank(),
                                      " successfully reached monitoredBarrier, but "
                                      "received errors while waiting for send/recv from rank 0: ",
-                                     error.what()));
+                                     error.what()),
+                error.blame());
   }
 }
 
@@ -538,8 +539,11 @@ void ShmCommunicator::meet_peer(int peer) {
 }
 
 void ShmCommunicator::check_sound(int peer) const {
-  PYCOMM_CHECK(is_sound(announcement_of(peer).header), kError, where(), ": the header of rank ",
-               peer, " is damaged: it places a tensor outside of that rank's shared memory");
+  if (__builtin_expect(!is_sound(announcement_of(peer).header), 0))
+    throw Error(ErrorKind::kError,
+                concat(where(), ": the header of rank ", peer,
+                       " is damaged: it places a tensor outside of that rank's shared memory"),
+                {Cause::kOther, peer});
 }
 
 // Whether the tensor that a header places in its rank's heap lies in there.
@@ -577,8 +581,11 @@ void ShmCommunicator::check_parts() {
   if (operation != Operation::kGather && operation != Operation::kAllGather) return;
   for (int from = 0; from < world_size(); ++from) {
     const Announcement& theirs = announcement_of(from);
-    PYCOMM_CHECK(theirs.header.count == theirs.parts[request_->root].sends, kError, where(),
-                 ": the header of rank ", from, " is damaged: its counts contradict each other");
+    if (theirs.header.count != theirs.parts[request_->root].sends)
+      throw Error(ErrorKind::kError,
+                  concat(where(), ": the header of rank ", from,
+                         " is damaged: its counts contradict each other"),
+                  {Cause::kOther, from});
   }
 }
 

@@ -64,9 +64,9 @@ ShmCommunicator::ShmCommunicator(std::shared_ptr<Segment> segment, int rank,
       [this](const Message& message, uint64_t started, uint64_t finished) {
         count(message.operation, message.bytes(), started, 0, finished);
       },
-      [this](ErrorKind kind, const std::string& message) {
+      [this](const Error& error) {
         failed_ = true;
-        record_abort(kind, message);
+        record_abort(error);
       });
   registry::add(this);
 }
@@ -144,10 +144,10 @@ void ShmCommunicator::execute(const Request& request) {
     test_fault_point(rank(), sequence_, TestFault::kAtEntry);
     dispatch(request);
   } catch (const Error& error) {
-    fail(error.kind(), error.what());
+    fail(error);
     throw;
   } catch (...) {  // an interrupt
-    fail(ErrorKind::kAborted, where() + " was interrupted");
+    fail(Error(ErrorKind::kAborted, where() + " was interrupted", {Cause::kInterrupted, rank()}));
     throw;
   }
   finish(false);
@@ -180,12 +180,12 @@ void ShmCommunicator::finish(bool failed) {
   if (!failed && messenger_) count(request_->operation, request_->bytes(), started_, met_, now);
 }
 
-void ShmCommunicator::fail(ErrorKind kind, const std::string& message) {
+void ShmCommunicator::fail(const Error& error) {
   report();
   finish(true);
   failed_ = true;
-  record_abort(kind, message);
-  tell_failure(failure_report());
+  record_abort(error);
+  tell_failure(failure_report().value_or(error).what());
 }
 
 // ---- the end of a wait
@@ -226,10 +226,12 @@ bool ShmCommunicator::has_ended() const {
 }
 
 void ShmCommunicator::throw_ended(const std::string& where) const {
-  PYCOMM_CHECK(!closing_, kAborted, where, " ended: its process group was destroyed");
+  if (closing_)
+    throw Error(ErrorKind::kAborted, where + " ended: its process group was destroyed",
+                {Cause::kLeft, rank()});
   const AbortRecord& record = segment_->head().abort;
-  throw Error(static_cast<ErrorKind>(record.kind),
-              concat(where, " ended, since another rank reported: ", record.message));
+  throw Error(record.kind, concat(where, " ended, since another rank reported: ", record.message),
+              record.blame);
 }
 
 // At the start of one. The first call after a failure elsewhere reports its kind, later ones that
@@ -241,10 +243,11 @@ void ShmCommunicator::check_entry() {
   if (__builtin_expect(!recorded && !failed_, 1)) return;
   // Failed here while another rank still writes its report: that must not be read yet.
   const char* report = recorded ? record.message : "several ranks failed at once";
-  const ErrorKind kind =
-      failed_.exchange(true) ? ErrorKind::kAborted : static_cast<ErrorKind>(record.kind);
-  throw Error(kind, concat("rank ", rank(), ": this communicator ended before: ", report,
-                           " -- destroy the process group and initialise it again to go on."));
+  const ErrorKind kind = failed_.exchange(true) ? ErrorKind::kAborted : record.kind;
+  throw Error(kind,
+              concat("rank ", rank(), ": this communicator ended before: ", report,
+                     " -- destroy the process group and initialise it again to go on."),
+              recorded ? record.blame : Blame());
 }
 
 void ShmCommunicator::wake_all(RankArea& area) {
@@ -256,15 +259,16 @@ void ShmCommunicator::wake_all(RankArea& area) {
 }
 
 // The first failure of any rank is the one that the others report.
-void ShmCommunicator::record_abort(ErrorKind kind, const std::string& message) {
+void ShmCommunicator::record_abort(const Error& error) {
   AbortRecord& record = segment_->head().abort;
   uint32_t clean = kClean;
   if (!__atomic_compare_exchange_n(&record.state.value, &clean, kWriting, false, __ATOMIC_SEQ_CST,
                                    __ATOMIC_SEQ_CST))
     return;
-  record.kind = static_cast<int32_t>(kind);
+  record.kind = error.kind();
+  record.blame = error.blame();
   record.rank = rank();
-  std::strncpy(record.message, message.c_str(), sizeof record.message - 1);
+  std::strncpy(record.message, error.what(), sizeof record.message - 1);
   store_ordered(record.state.value, kSet);
   for (int peer = 0; peer < world_size(); ++peer) wake_all(segment_->area(peer));
 }
@@ -272,18 +276,20 @@ void ShmCommunicator::record_abort(ErrorKind kind, const std::string& message) {
 Failure ShmCommunicator::failure() const {
   const AbortRecord& record = segment_->head().abort;
   if (load_acquire(record.state.value) != kSet) return Failure::kNone;
-  if (static_cast<ErrorKind>(record.kind) == ErrorKind::kTimeout) return Failure::kTimeout;
+  if (record.kind == ErrorKind::kTimeout) return Failure::kTimeout;
   return record.rank == rank() ? Failure::kHere : Failure::kElsewhere;
 }
 
-std::string ShmCommunicator::failure_report() const {
+std::optional<Error> ShmCommunicator::failure_report() const {
   const AbortRecord& record = segment_->head().abort;
-  return load_acquire(record.state.value) == kSet ? record.message : std::string();
+  if (load_acquire(record.state.value) != kSet) return {};
+  return Error(record.kind, record.message, record.blame);
 }
 
-void ShmCommunicator::abort(const std::string& reason) {
+void ShmCommunicator::abort(const std::string& reason, Cause cause) {
   check_process();
-  record_abort(ErrorKind::kAborted, concat("rank ", rank(), " aborted: ", reason));
+  record_abort(
+      Error(ErrorKind::kAborted, concat("rank ", rank(), " aborted: ", reason), {cause, rank()}));
 }
 
 // ---- what can be known of a rank

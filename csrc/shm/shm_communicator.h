@@ -30,7 +30,7 @@ class ShmCommunicator : public Communicator, private Watch {
   ~ShmCommunicator() override;
 
   const char* transport() const override { return "shm"; }
-  void abort(const std::string& reason) override;
+  void abort(const std::string& reason, Cause cause = Cause::kAborted) override;
   void shutdown() override;
   Failure failure() const override;
   // Leaves without finishing anything, as destruction does. Its threads have ended afterwards.
@@ -61,7 +61,7 @@ class ShmCommunicator : public Communicator, private Watch {
   uint64_t sequence() const override { return sequence_.load(std::memory_order_relaxed); }
   std::vector<RecordView> records(int rank) const override;
   RankState state_of(int rank) const override;
-  std::string failure_report() const override;
+  std::optional<Error> failure_report() const override;
   void set_farewell(const std::string& reason) override;
 
  protected:
@@ -144,7 +144,7 @@ class ShmCommunicator : public Communicator, private Watch {
 
   void begin(const Request& request);
   void finish(bool failed);
-  void fail(ErrorKind kind, const std::string& message);
+  void fail(const Error& error);
   bool is_short() const { return request_->bytes() <= kEagerBytes; }
   void leave(Departure how);
   void see_others_leave() const;
@@ -165,7 +165,7 @@ class ShmCommunicator : public Communicator, private Watch {
   bool is_gone(int peer) const;
   [[noreturn]] void throw_ended(const std::string& where) const;
   void check_entry();
-  void record_abort(ErrorKind kind, const std::string& message);
+  void record_abort(const Error& error);
   static void wake_all(RankArea& area);
 
   // diagnosis.cpp: what is said then.

@@ -25,8 +25,11 @@ class ShmCommunicator::SignalGuard {
   bool check(bool sleeping) const {
     if (owner_.has_ended()) owner_.throw_ended(where());
     if (load_acquire(owner_.segment_->area(peer_).departed.value) != 0) return false;
-    PYCOMM_CHECK(Clock::now() - began_ < limit_, kTimeout, where(), " exceeded its timeout of ",
-                 limit_.count(), " ms. Look at what that rank does, or raise the timeout.");
+    if (Clock::now() - began_ >= limit_)
+      throw Error(ErrorKind::kTimeout,
+                  concat(where(), " exceeded its timeout of ", limit_.count(),
+                         " ms. Look at what that rank does, or raise the timeout."),
+                  {Cause::kTimeout, peer_});
     if (!sleeping) return true;
     if (!Worker::is_current_thread()) check_interrupt();
     return !owner_.liveness_.is_dead(peer_);
@@ -34,7 +37,8 @@ class ShmCommunicator::SignalGuard {
   [[noreturn]] void lost() const {
     throw Error(ErrorKind::kPeerDied,
                 concat(where(), " lost that rank (", owner_.liveness_.process_of(peer_),
-                       "), which died or left the group. See its own output."));
+                       "), which died or left the group. See its own output."),
+                {cause_of_loss(owner_.segment_->area(peer_)), peer_});
   }
 
  private:

@@ -52,8 +52,9 @@ std::shared_ptr<Segment> ShmCommunicator::succeed(const std::vector<int>& ranks,
   PYCOMM_CHECK(std::find(ranks.begin(), ranks.end(), rank()) != ranks.end(), kInvalidArgument,
                "rank ", rank(), ": shrink(", text(bits(ranks)),
                ") leaves this rank out; only the ranks that go on may call it");
-  record_abort(ErrorKind::kAborted,
-               concat("rank ", rank(), " shrinks the group to ranks ", text(bits(ranks))));
+  record_abort(Error(ErrorKind::kAborted,
+                     concat("rank ", rank(), " shrinks the group to ranks ", text(bits(ranks))),
+                     {Cause::kAborted, rank()}));
   const auto deadline = Clock::now() + timeout;
   return rank() == ranks[0] ? lead(ranks, deadline) : follow(ranks, deadline);
 }

@@ -11,10 +11,10 @@ from pathlib import Path
 from pycomm.trace import torch_format
 from pycomm.trace.chrome import chrome_trace
 from pycomm.trace.diagnosis import diagnose
+from pycomm.trace.format import NAME, SUFFIX
 from pycomm.trace.job import Job
 from pycomm.trace.read import read_job
 from pycomm.trace.table import print_tables
-from pycomm.trace.write import NAME, SUFFIX
 
 EXAMPLES = """\
 examples:

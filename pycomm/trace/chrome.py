@@ -19,14 +19,8 @@ _ROWS_PER_RANK = 1000
 
 def chrome_trace(job: Job) -> dict[str, Any]:
     """The content of a trace file. Times are relative to the first operation, whose own is in ``otherData``."""
-    times = [
-        record.started_ns
-        for group in job.groups
-        for records in group.records.values()
-        for record in records
-        if record.started_ns is not None
-    ]
-    origin = min(times, default=0)
+    records = [r for group in job.groups for known in group.records.values() for r in known]
+    origin = min((r.started_ns for r in records if r.started_ns is not None), default=0)
     names = Names(job)
     events = [
         event
@@ -41,18 +35,15 @@ def chrome_trace(job: Job) -> dict[str, Any]:
 
 
 def _group_events(number: int, group: Group, origin: int, name: str) -> Iterator[dict[str, Any]]:
-    yield _name("process_name", number, 0, name)
+    yield _about("process_name", number, 0, name=name)
     for rank in group.ranks:
-        pid = group.pid(rank)
-        who = f"rank {rank} ({pid or 'pid unknown'})"
-        yield _name("thread_name", number, rank, who)
-        yield _order(number, rank, rank * _ROWS_PER_RANK)
-        for record in group.collectives(rank):
-            yield from _events(number, rank, record, group.seen_ns, origin)
-        for row, records in enumerate(_rows(group, rank), start=1):
-            thread = (rank + 1) * 10**6 + row
-            yield _name("thread_name", number, thread, f"{who} messages")
-            yield _order(number, thread, rank * _ROWS_PER_RANK + row)
+        who = f"rank {rank} ({group.pid(rank) or 'pid unknown'})"
+        for row, records in enumerate([group.collectives(rank), *_rows(group, rank)]):
+            thread = (rank + 1) * 10**6 + row if row else rank
+            yield _about("thread_name", number, thread, name=f"{who} messages" if row else who)
+            yield _about(
+                "thread_sort_index", number, thread, sort_index=rank * _ROWS_PER_RANK + row
+            )
             for record in records:
                 yield from _events(number, thread, record, group.seen_ns, origin)
 
@@ -60,16 +51,13 @@ def _group_events(number: int, group: Group, origin: int, name: str) -> Iterator
 def _rows(group: Group, rank: int) -> list[list[Record]]:
     """A rank's messages, in as few rows as there are of them at a time."""
     rows: list[list[Record]] = []
-    ends: list[int] = []
     for record in sorted(group.messages(rank), key=lambda record: record.started_ns or 0):
         began = record.started_ns or 0
-        free = next((row for row, end in enumerate(ends) if end <= began), None)
+        free = next((row for row in rows if _end(row[-1], group.seen_ns) <= began), None)
         if free is None:
-            free = len(rows)
-            rows.append([])
-            ends.append(0)
-        rows[free].append(record)
-        ends[free] = _end(record, group.seen_ns)
+            rows.append([record])
+        else:
+            free.append(record)
     return rows
 
 
@@ -85,58 +73,26 @@ def _events(
     began = record.started_ns
     if began is None:
         return
+    event = {"ph": "X", "pid": process, "tid": thread, "ts": (began - origin) / 1e3}
     end = _end(record, seen_ns)
     mark = "" if record.state == COMPLETED else f" ({record.state})"
-    yield {
-        "ph": "X",
+    yield event | {
         "cat": "message" if record.is_message else "collective",
         "name": f"{record.operation}{mark}",
-        "pid": process,
-        "tid": thread,
-        "ts": (began - origin) / 1e3,
         "dur": (end - began) / 1e3,
         "args": _arguments(record),
     }
     met = record.met_ns if record.met_ns is not None or record.is_message else end
     if met is not None and began < met <= end:
-        yield {
-            "ph": "X",
-            "cat": "wait",
-            "name": "waiting for other ranks",
-            "pid": process,
-            "tid": thread,
-            "ts": (began - origin) / 1e3,
-            "dur": (met - began) / 1e3,
-            "args": {},
-        }
+        wait = {"cat": "wait", "name": "waiting for other ranks", "dur": (met - began) / 1e3}
+        yield event | wait | {"args": {}}
 
 
 def _arguments(record: Record) -> dict[str, Any]:
-    known = {
-        "number": record.sequence,
-        "count": record.count,
-        "shape": list(record.shape) if record.shape is not None else None,
-        "dtype": record.dtype,
-        "bytes": record.bytes,
-        "op": record.op,
-        "root": record.root,
-        "peer": record.peer,
-        "tag": record.tag,
-        "line": record.line or None,
-        "state": record.state,
-    }
-    return {name: value for name, value in known.items() if value is not None}
+    names = ("count", "shape", "dtype", "bytes", "op", "root", "peer", "tag", "line", "state")
+    known = {"number": record.sequence} | {name: getattr(record, name) for name in names}
+    return {name: value for name, value in known.items() if value is not None and value != ""}
 
 
-def _name(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}
-
-
-def _order(process: int, thread: int, index: int) -> dict[str, Any]:
-    return {
-        "ph": "M",
-        "name": "thread_sort_index",
-        "pid": process,
-        "tid": thread,
-        "args": {"sort_index": index},
-    }
+def _about(kind: str, process: int, thread: int, **arguments: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": arguments}

@@ -10,10 +10,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from pycomm.trace.failure import Failure, Kind, classify
-from pycomm.trace.format import ANY_SOURCE, FAILED, STATES, Dump, GroupView, RankState, Record
+from pycomm.trace.format import (
+    ANY_SOURCE,
+    FAILED,
+    STATES,
+    Dump,
+    Failure,
+    GroupView,
+    RankState,
+    Record,
+)
 
 Key = tuple[str, tuple[int, ...], int]
+Views = list[tuple[Dump, GroupView]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +46,7 @@ class Group:
 
     def collectives(self, rank: int) -> list[Record]:
         """A rank's collectives that have begun, oldest first."""
-        return self._begun[rank]
+        return list(self._by_sequence[rank].values())
 
     def collective(self, rank: int, sequence: int) -> Record | None:
         """A rank's operation of that number, if it has begun and is still recorded."""
@@ -52,15 +61,11 @@ class Group:
         return [r for r in self.records[rank] if r.is_message]
 
     @cached_property
-    def _begun(self) -> dict[int, list[Record]]:
-        return {
-            rank: [r for r in records if not r.is_message and r.started_ns is not None]
-            for rank, records in self.records.items()
-        }
-
-    @cached_property
     def _by_sequence(self) -> dict[int, dict[int, Record]]:
-        return {rank: {r.sequence: r for r in begun} for rank, begun in self._begun.items()}
+        return {
+            rank: {r.sequence: r for r in known if not r.is_message and r.started_ns is not None}
+            for rank, known in self.records.items()
+        }
 
     def is_complete(self, rank: int) -> bool:
         """Whether the records reach back to the first operation."""
@@ -68,22 +73,23 @@ class Group:
         return not records or records[0].record_id <= 1
 
     @property
+    def cause(self) -> str:
+        """Why it failed; nothing if it has not."""
+        return self.failure.cause if self.failure else ""
+
+    @property
     def culprit(self) -> int | None:
         """The rank of the job that the failure names."""
-        if self.failure is None or self.failure.culprit is None:
-            return None
-        return self.ranks[self.failure.culprit]
+        known = self.failure is not None and self.failure.culprit >= 0
+        return self.ranks[self.failure.culprit] if known and self.failure else None
 
     @property
     def failed_ns(self) -> int | None:
         """When the first operation failed."""
-        times = [
-            record.finished_ns
-            for records in self.records.values()
-            for record in records
-            if record.state == FAILED and record.finished_ns is not None
-        ]
-        return min(times, default=None)
+        records = (record for known in self.records.values() for record in known)
+        return min(
+            (r.finished_ns for r in records if r.state == FAILED and r.finished_ns), default=None
+        )
 
 
 @dataclass(frozen=True)
@@ -99,9 +105,13 @@ class Job:
         """All ranks that are known of."""
         return sorted({rank for group in self.groups for rank in group.ranks} | set(self.dumps))
 
+    def groups_of(self, rank: int) -> list[Group]:
+        """The groups that a rank is in."""
+        return [group for group in self.groups if rank in group.states]
+
     def pid(self, rank: int) -> int:
         """A rank's process; 0 if unknown."""
-        return max((group.pid(rank) for group in self.groups if rank in group.ranks), default=0)
+        return max((group.pid(rank) for group in self.groups_of(rank)), default=0)
 
     def first_failed(self) -> Group | None:
         """The group whose failure came first; others failed after it, and often because of it."""
@@ -111,14 +121,13 @@ class Job:
 
 def put_together(dumps: list[Dump]) -> Job:
     """One job from dumps of different ranks. Those of another run are left out, and named in the notes."""
-    newest_first = sorted(dumps, key=lambda dump: -dump.time_ns)
     kept: dict[int, Dump] = {}
-    views: dict[Key, list[tuple[Dump, GroupView]]] = {}
+    views: dict[Key, Views] = {}
     notes = []
-    for dump in newest_first:
+    for dump in sorted(dumps, key=lambda dump: -dump.time_ns):
         own = list(_keyed(dump))
         if why := _why_another_run(dump, own, kept, views):
-            notes.append(f"{dump.file} is left out: {why}")
+            notes.append(f"{dump.file} is left out: {why}, which is newer")
             continue
         kept[dump.rank] = dump
         for key, view in own:
@@ -138,58 +147,47 @@ def _keyed(dump: Dump) -> Iterator[tuple[Key, GroupView]]:
 
 
 def _why_another_run(
-    dump: Dump,
-    own: list[tuple[Key, GroupView]],
-    kept: dict[int, Dump],
-    views: dict[Key, list[tuple[Dump, GroupView]]],
+    dump: Dump, own: list[tuple[Key, GroupView]], kept: dict[int, Dump], views: dict[Key, Views]
 ) -> str:
     """Why a dump does not belong to the newer ones; empty if it does."""
     if dump.rank in kept:
-        return f"it is of rank {dump.rank}, as {kept[dump.rank].file} is, which is newer"
+        return f"it is of rank {dump.rank}, as {kept[dump.rank].file} is"
     for key, view in own:
         for newer, other in views.get(key, ()):
             for rank, state, theirs in zip(view.ranks, view.states, other.states, strict=True):
                 if 0 != state.pid != theirs.pid != 0:
                     return (
                         f"it is of another run: rank {rank} has pid {state.pid} in it, but {theirs.pid} in "
-                        f"{newer.file}, which is newer"
+                        f"{newer.file}"
                     )
             if not _same_operations(view, other):
-                return f"it is of another group: its operations are not those of {newer.file}, which is newer"
+                return f"it is of another group: its operations are not those of {newer.file}"
     return ""
 
 
 def _same_operations(view: GroupView, other: GroupView) -> bool:
     for mine, theirs in zip(view.records, other.records, strict=True):
-        known = {record.record_id: record for record in theirs}
-        for record in mine:
-            twin = known.get(record.record_id)
-            if twin and (record.operation, record.count, record.dtype) != (
-                twin.operation,
-                twin.count,
-                twin.dtype,
-            ):
-                return False
+        known = {record.record_id: _call(record) for record in theirs}
+        if any(known.get(record.record_id, _call(record)) != _call(record) for record in mine):
+            return False
     return True
 
 
-def _merge(key: Key, seen: list[tuple[Dump, GroupView]]) -> Group:
+def _call(record: Record) -> tuple[str, int, str]:
+    return record.operation, record.count, record.dtype
+
+
+def _merge(key: Key, seen: Views) -> Group:
     """The views of one group, oldest first, as one."""
     name, ranks, number = key
-    states = {
-        rank: [(dump.time_ns, view.states[local]) for dump, view in seen]
-        for local, rank in enumerate(ranks)
-    }
-    records = {
-        rank: _merge_records([view.records[local] for _, view in seen], ranks)
-        for local, rank in enumerate(ranks)
-    }
-    pids = [max(state.pid for _, state in states[rank]) for rank in ranks]
-    failures = [classify(view.failure, pids) for _, view in seen if view.failure]
+    states, records = {}, {}
+    for local, rank in enumerate(ranks):
+        states[rank] = [(dump.time_ns, view.states[local]) for dump, view in seen]
+        records[rank] = _merge_records([view.records[local] for _, view in seen], ranks)
     return Group(
         name=name if number == 0 else f"{name}#{number + 1}",
         ranks=ranks,
-        failure=failures[0] if failures else None,
+        failure=next((view.failure for _, view in seen if view.failure), None),
         states=states,
         records=records,
         seen_ns=max(dump.time_ns for dump, _ in seen),
@@ -198,15 +196,11 @@ def _merge(key: Key, seen: list[tuple[Dump, GroupView]]) -> Group:
 
 def _merge_records(views: list[tuple[Record, ...]], ranks: tuple[int, ...]) -> tuple[Record, ...]:
     best: dict[int, Record] = {}
-    for view in views:
-        for record in view:
-            known = best.get(record.record_id)
-            if known is None or STATES.index(record.state) >= STATES.index(known.state):
-                best[record.record_id] = record
-    merged = [best[number] for number in sorted(best)]
-    if ranks != tuple(range(len(ranks))):
-        merged = [_of_the_job(record, ranks) for record in merged]
-    return tuple(merged)
+    for record in (record for view in views for record in view):
+        known = best.get(record.record_id)
+        if known is None or STATES.index(record.state) >= STATES.index(known.state):
+            best[record.record_id] = record
+    return tuple(_of_the_job(best[number], ranks) for number in sorted(best))
 
 
 def _of_the_job(record: Record, ranks: tuple[int, ...]) -> Record:
@@ -216,6 +210,3 @@ def _of_the_job(record: Record, ranks: tuple[int, ...]) -> Record:
     if record.peer is not None and record.peer != ANY_SOURCE:
         return replace(record, peer=ranks[record.peer])
     return record
-
-
-__all__ = ["Failure", "Group", "Job", "Kind", "put_together"]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import permutations
 
-from pycomm.trace.failure import Kind
-from pycomm.trace.format import FAILED, Record
+from pycomm.trace.format import FAILED, Cause, Record
 from pycomm.trace.job import Group, Job
 from pycomm.trace.words import ranks_text
 
@@ -14,6 +14,7 @@ _EQUAL_COUNTS = ("all_reduce", "reduce", "broadcast")
 _LONGEST_PATTERN = 16
 
 Signature = tuple[str, str, str | None, int | None, int | None]
+Camp = tuple[list[int], Record]  # ranks that called the same, and what
 
 
 @dataclass(frozen=True)
@@ -22,123 +23,89 @@ class Mismatch:
 
     group: Group
     sequence: int
-    calls: dict[int, Record]
-    camps: list[list[int]]  # ranks that called the same, the largest first
+    camps: list[Camp]  # the largest first
     odd: tuple[int, ...]  # the culprits; empty if either side may be
-    why: list[str]  # how that is known, and what else is; parts of a sentence
-    differs: tuple[str, ...]  # "count", ...
+    why: str  # how that is known
+    differs: list[str]  # "count", ...
 
 
 def find_mismatch(job: Job) -> Mismatch | None:
     """The first operation of any group that its ranks disagree on."""
     found = [mismatch for group in job.groups if (mismatch := _find(group))]
-    return min(found, key=lambda m: min(r.started_ns or 0 for r in m.calls.values()), default=None)
+    return min(found, key=lambda m: min(call.started_ns or 0 for _, call in m.camps), default=None)
 
 
 def _find(group: Group) -> Mismatch | None:
-    by_sequence: dict[int, dict[int, Record]] = {}
-    for rank in group.ranks:
-        for record in group.collectives(rank):
-            by_sequence.setdefault(record.sequence, {})[rank] = record
-    for sequence in sorted(by_sequence):
-        calls = by_sequence[sequence]
-        with_counts = _counts_matter(group, calls)
+    for sequence in sorted({r.sequence for rank in group.ranks for r in group.collectives(rank)}):
+        calls = {rank: call for rank in group.ranks if (call := group.collective(rank, sequence))}
+        with_counts = _counts_matter(group, list(calls.values()))
         camps: dict[Signature, list[int]] = {}
-        for rank, record in calls.items():
-            camps.setdefault(_signature(record, with_counts), []).append(rank)
+        for rank, call in calls.items():
+            camps.setdefault(_signature(call, with_counts), []).append(rank)
         if len(camps) > 1:
-            return _explain(group, sequence, calls, list(camps.values()))
+            ranked = sorted(camps.values(), key=lambda camp: (-len(camp), camp))
+            return _explain(group, sequence, [(camp, calls[camp[0]]) for camp in ranked])
     return None
 
 
-def _counts_matter(group: Group, calls: dict[int, Record]) -> bool:
+def _counts_matter(group: Group, calls: list[Record]) -> bool:
     """Whether different counts are an error: always of some operations, of others if nothing else explains one."""
-    if all(record.operation in _EQUAL_COUNTS for record in calls.values()):
+    if all(call.operation in _EQUAL_COUNTS for call in calls):
         return True
-    failure = group.failure
-    failed = any(record.state == FAILED for record in calls.values())
-    is_mismatch = failure is not None and failure.kind is Kind.MISMATCH
-    return (
-        failed and is_mismatch and failure is not None and "counts of its own" not in failure.text
-    )
+    return group.cause == Cause.MISMATCH and any(call.state == FAILED for call in calls)
 
 
-def _signature(record: Record, with_counts: bool) -> Signature:
+def _signature(record: Record, with_counts: bool = True) -> Signature:
     count = record.count if with_counts else None
     return record.operation, record.dtype, record.op, record.root, count
 
 
-def _explain(
-    group: Group, sequence: int, calls: dict[int, Record], camps: list[list[int]]
-) -> Mismatch:
-    camps.sort(key=lambda camp: (-len(camp), camp))
-    kinds = [calls[camp[0]] for camp in camps]
+def _explain(group: Group, sequence: int, camps: list[Camp]) -> Mismatch:
     names = ("operation", "dtype", "op", "root", "count")
-    differs = tuple(name for name in names if len({getattr(k, name) for k in kinds}) > 1)
+    differs = [n for n in names if len({getattr(call, n) for _, call in camps}) > 1]
     if "operation" in differs:
-        differs = ("operation",)
-    odd, why = _odd_one_out(group, sequence, calls, camps)
-    return Mismatch(group, sequence, calls, camps, odd, why, differs)
+        differs = ["operation"]
+    usual, why = _usual(group, sequence, camps)
+    odd = sorted(rank for camp, _ in camps if usual and camp != usual for rank in camp)
+    shift = _shift(group, camps)
+    if odd:
+        why += (
+            f", so {ranks_text(odd)} {'are the odd ones' if len(odd) > 1 else 'is the odd one'} out"
+        )
+    return Mismatch(
+        group, sequence, camps, tuple(odd), "; ".join(filter(None, [why, shift])), differs
+    )
 
 
-def _odd_one_out(
-    group: Group, sequence: int, calls: dict[int, Record], camps: list[list[int]]
-) -> tuple[tuple[int, ...], list[str]]:
-    """Who broke the rule, by the majority or by what came next in earlier rounds; and why, in parts of a sentence."""
-    if len(camps[0]) > sum(map(len, camps[1:])):
-        odd = sorted(rank for camp in camps[1:] for rank in camp)
-        why = f"{len(camps[0])} of {len(calls)} ranks agree, so {_is_odd(odd)}"
-        return tuple(odd), [why, *_shift(group, calls, odd[0], camps[0][0])]
-    expected = [_signature(record, True) for record in _expected(group, sequence)]
-    usual = [camp for camp in camps if [_signature(calls[camp[0]], True)] == expected[:1]]
+def _shift(group: Group, camps: list[Camp]) -> str:
+    """Whether a rank has one operation more than another, as what it calls or has queued afterwards tells."""
+    for ((rank, *_), call), ((other, *_), theirs) in permutations(camps, 2):
+        known = [r for r in group.records[rank] if not r.is_message]
+        after = next((r for r in known if r.record_id > call.record_id), None)
+        if after and _signature(after) == _signature(theirs):
+            return f"rank {rank}'s next call is what rank {other} called here, as if it had one operation more"
+    return ""
+
+
+def _usual(group: Group, sequence: int, camps: list[Camp]) -> tuple[list[int], str]:
+    """Who made the right call, by the majority or by what came next in earlier rounds; and why, as a clause."""
+    ranks, calls = [ranks for ranks, _ in camps], sum(len(ranks) for ranks, _ in camps)
+    if 2 * len(ranks[0]) > calls:
+        return ranks[0], f"{len(ranks[0])} of {calls} ranks agree"
+    expected = [_signature(record) for record in _expected(group, sequence)]
+    usual = [ranks for ranks, call in camps if [_signature(call)] == expected]
     if len(usual) != 1:
-        first, second = camps[0][0], camps[1][0]
-        return (), _shift(group, calls, first, second) or _shift(group, calls, second, first)
-    odd = sorted(rank for camp in camps if camp is not usual[0] for rank in camp)
-    skips = [_signature(calls[odd[0]], True)] == expected[1:]
-    left_out = f"; {_it(odd)} to have left that call out" if skips else ""
-    why = f"in earlier rounds the call of {ranks_text(usual[0])} came next, so {_is_odd(odd)}{left_out}"
-    return tuple(odd), [why] if skips else [why, *_shift(group, calls, odd[0], usual[0][0])]
-
-
-def _is_odd(ranks: list[int]) -> str:
-    several = len(ranks) > 1
-    return f"{ranks_text(ranks)} {'are the odd ones' if several else 'is the odd one'} out"
-
-
-def _it(ranks: list[int]) -> str:
-    return "they seem" if len(ranks) > 1 else "it seems"
-
-
-def _shift(group: Group, calls: dict[int, Record], odd: int, other: int) -> list[str]:
-    """Whether a rank has one operation more or less than another, as what they call afterwards tells."""
-    mine, theirs = calls[odd], calls[other]
-    after_mine = [_signature(r, True) for r in _following(group, odd, mine)[:1]]
-    after_theirs = [_signature(r, True) for r in _following(group, other, theirs)[:1]]
-    if after_mine == [_signature(theirs, True)]:
-        return [
-            f"rank {odd}'s next call is what rank {other} called here, so rank {odd} has one operation more"
-        ]
-    if after_theirs == [_signature(mine, True)]:
-        return [
-            f"rank {odd}'s call is rank {other}'s next one, so rank {odd} has left one operation out"
-        ]
-    return []
-
-
-def _following(group: Group, rank: int, record: Record) -> list[Record]:
-    """What a rank called after an operation, also what is still queued."""
-    return [r for r in group.records[rank] if not r.is_message and r.record_id > record.record_id]
+        return [], ""
+    return usual[0], f"in earlier rounds the call of {ranks_text(usual[0])} came next"
 
 
 def _expected(group: Group, sequence: int) -> list[Record]:
     """What came after the last time that the ranks made the same calls as just before this operation."""
     longest = max(group.ranks, key=lambda rank: len(group.collectives(rank)))
     history = [r for r in group.collectives(longest) if r.sequence < sequence]
-    signatures = [_signature(record, True) for record in history]
+    signatures = [_signature(record) for record in history]
     for length in range(min(_LONGEST_PATTERN, len(history) - 1), 0, -1):
-        pattern = signatures[-length:]
         for end in range(len(history) - 1, length - 1, -1):
-            if signatures[end - length : end] == pattern:
-                return history[end : end + 2]
+            if signatures[end - length : end] == signatures[-length:]:
+                return [history[end]]
     return []

@@ -8,8 +8,8 @@ import signal as signals
 import threading
 from collections.abc import Callable, Iterable
 from types import FrameType
-from typing import Any
 
+from pycomm.errors import InvalidArgument
 from pycomm.trace.format import Recorded
 from pycomm.trace.write import dump
 
@@ -17,12 +17,8 @@ logger = logging.getLogger("pycomm.trace")
 
 #: Signals that a process is sent in order to be told something, not in order to end it.
 _GO_ON = {
-    signals.SIGUSR1,
-    signals.SIGUSR2,
-    signals.SIGCONT,
-    signals.SIGURG,
-    signals.SIGWINCH,
-    signals.SIGCHLD,
+    *(signals.SIGUSR1, signals.SIGUSR2, signals.SIGCONT),
+    *(signals.SIGURG, signals.SIGWINCH, signals.SIGCHLD),
 }
 
 
@@ -39,49 +35,28 @@ def install_signal_dump(
     handler was set from C, which could not be called.
     """
     number = signals.Signals(signal)
-    if threading.current_thread() is not threading.main_thread():
-        logger.warning("%s will not dump: handlers can only be set in the main thread", number.name)
-        return False
     before = signals.getsignal(number)
-    if before is None:
-        logger.warning(
-            "%s will not dump: it has a handler that was not set from Python", number.name
-        )
-        return False
 
     def handler(received: int, frame: FrameType | None) -> None:
-        _dump(number, directory, get_communicators)
-        _as_before(number, before, received, frame)
+        try:
+            dump(get_communicators(), directory, f"signal {number.name}")
+        except InvalidArgument:
+            logger.warning("%s: there is no group to dump", number.name)
+        except Exception as error:  # must not end what the signal has interrupted
+            logger.warning("%s: no dump: %s", number.name, error)
+        if callable(before):
+            before(received, frame)
+        elif before == signals.SIG_DFL and number not in _GO_ON:
+            signals.signal(number, signals.SIG_DFL)
+            os.kill(os.getpid(), number)
 
     try:
+        if threading.current_thread() is not threading.main_thread():
+            raise ValueError("handlers can only be set in the main thread")
+        if before is None:
+            raise ValueError("it has a handler that was not set from Python")
         signals.signal(number, handler)
     except (OSError, ValueError) as error:
         logger.warning("%s will not dump: %s", number.name, error)
         return False
     return True
-
-
-def _dump(
-    number: signals.Signals,
-    directory: str | os.PathLike[str],
-    get_communicators: Callable[[], Iterable[Recorded]],
-) -> None:
-    """Whatever goes wrong here must not end what the signal has interrupted."""
-    try:
-        communicators = list(get_communicators())
-        if communicators:
-            dump(communicators, directory, f"signal {number.name}")
-        else:
-            logger.warning("%s: there is no group to dump", number.name)
-    except Exception as error:
-        logger.warning("%s: no dump: %s", number.name, error)
-
-
-def _as_before(
-    number: signals.Signals, before: Any, received: int, frame: FrameType | None
-) -> None:
-    if callable(before):
-        before(received, frame)
-    elif before == signals.SIG_DFL and number not in _GO_ON:
-        signals.signal(number, signals.SIG_DFL)
-        os.kill(os.getpid(), number)

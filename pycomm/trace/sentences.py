@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 
-from pycomm.trace.failure import Kind
-from pycomm.trace.format import ANY_SOURCE, COMPLETED, FAILED, Record
+from pycomm.trace.format import COMPLETED, FAILED, Cause, Record
 from pycomm.trace.job import Group
 from pycomm.trace.mismatch import Mismatch
-from pycomm.trace.waits import Cause, End, Moment, Wait
+from pycomm.trace.waits import End, Moment, Wait, fits
 from pycomm.trace.words import Names, call, call_at, capital, listed, ranks_text, span, when
 
 _MOST_TOLD = 3
-#: A dump that is so much younger than the failure is one of a rank that came late.
-_LATE_NS = 10**9
 
+_DIFFERENT_CALLS = "every rank must make the same calls in the same order"
 #: What to do about a difference between the ranks' calls.
 _ADVICE_ON = {
-    "operation": "Compare the branches that lead there: every rank must make the same calls in the same order.",
+    "operation": f"Compare the branches that lead there: {_DIFFERENT_CALLS}.",
     "count": "Make the tensors equally long on every rank: look at the last batch, at padding and at parameters.",
     "dtype": "Use one dtype on every rank: look for a cast or an autocast that only some ranks run.",
     "op": "Pass the same op on every rank.",
     "root": "Pass the same source or destination rank on every rank.",
 }
+_TWINS = "Every send needs a receive with the same tag on the other rank, and the other way round"
 
 
 class Teller:
@@ -33,349 +31,223 @@ class Teller:
         self._moment = moment
         self._job = moment.job
         self._failed = moment.failed
-        self._told: list[Wait] = []
-        self._told_message: Record | None = None
         self.names = Names(moment.job)
+        self.time = when(moment.ns)  # when the group failed or the dump was written
 
-    # ---- the time
-
-    def time(self) -> str:
-        """When the group failed or the dump was written."""
-        return when(self._moment.ns)
-
-    def _until(self, wait: Wait) -> str:
-        failure = self._failed.failure if self._failed else None
-        if failure is None:
-            limit = wait.record.timeout_ms * 10**6
-            left = (
-                f"; its timeout of {span(limit)} has not passed" if limit > wait.waited_ns else ""
-            )
-            return f"and still did when the dump was written at {self.time()}{left}"
-        what = "the timeout" if failure.kind is Kind.TIMEOUT else "the group failed"
-        return f"until {what} at {self.time()}"
-
-    # ---- a rank that others wait for
+    # ---- ranks that others wait for
 
     def cause(self, end: End) -> list[str]:
         """Who did what, where, and who waited for it."""
         if end.cause is Cause.CIRCLE:
-            tags = [self._other_messages(wait) for wait in end.waits if wait.record.is_message]
-            return [self._circle(end), *tags, self._advice_on_circle(end)]
-        first = max(end.waits, key=lambda wait: (wait.group is self._failed, wait.waited_ns))
-        ranks = set(end.ranks)
-        end, elsewhere = _narrowed(end, first)
-        self._told.append(first)
-        if first.record.is_message:
-            told = [self._message(end, first), self._other_messages(first)]
-        else:
-            told = [self._collective(end, first), self._late(end, first)]
+            return self._circle(end)
+        first_of: dict[object, Wait] = {}
+        for wait in end.waits:
+            first_of.setdefault(wait.operation, wait)
+        operations = list(first_of.values())[:_MOST_TOLD]
+        told = [self._awaited(end, wait) for wait in operations] or [self._in_idle(end)]
+        told += [self._other_message(wait) for wait in operations]
         told += [self.last(rank) for rank in end.ranks[:_MOST_TOLD]]
-        return [
-            *told,
-            self._chain(end, first),
-            self._elsewhere(elsewhere, ranks),
-            self._advice(end, first),
-        ]
+        late = [self._later(rank, end) for rank in end.ranks[:_MOST_TOLD]]
+        return [*told, *late, self._chain(end), self._advice(end)]
 
-    def _collective(self, end: End, first: Wait) -> str:
-        operation = self.names.operation(first.group, first.record)
-        who, many = self._who(end.ranks), len(end.ranks) > 1
-        they, it = ("they", "them") if many else ("it", "it")
-        waiters = ranks_text({wait.rank for wait in end.waits})
-        longest = span(max(wait.waited_ns for wait in end.waits))
-        waited = f"waited for {it} for {longest}, {self._until(first)}"
+    def _awaited(self, end: End, first: Wait) -> str:
+        """What the culprits of one operation did, and who waited for them in it."""
+        waits = [wait for wait in end.waits if wait.operation == first.operation]
+        awaited = {rank for wait in waits for rank in wait.awaited}
+        culprits = [rank for rank in end.ranks if rank in awaited]
+        waiters = ranks_text({wait.rank for wait in waits})
+        they, it = ("they", "them") if len(culprits) > 1 else ("it", "it")
+        is_inside = all(
+            any(w.operation == first.operation for w in self._moment.waits[r]) for r in culprits
+        )
+        before = "inside" if is_inside else f"before {they} came to"
         if end.cause is Cause.ABSENT:
-            return f"{who} did not come to {operation}, in which {waiters} {waited}."
-        inside = [w for r in end.ranks for w in self._moment.waits[r] if _is_same(w, first)]
-        if len(inside) == len(end.ranks):
-            entered = f"{span(max(wait.waited_ns for wait in inside))} after {they} had entered it"
-            did = self._did(end, first)
-            return f"{who} {did} inside {operation}, {entered}; {waiters}, in the same operation, {waited}."
-        if end.cause is Cause.LEFT:
-            more = first.record.sequence - first.group.state(end.ranks[0]).sequence
-            calls = "one call" if more == 1 else f"{more} calls" if more > 1 else "calls"
-            make = "make" if len(end.waits) > 1 else "makes"
-            return (
-                f"{who} left the group in good order, but {waiters} went on with {operation}, and {waited}: "
-                f"{waiters} {make} {calls} more than {ranks_text(end.ranks)}."
-            )
-        did = self._did(end, first)
-        before = "and did not come" if end.cause is Cause.STOPPED else f"before {they} came"
-        return f"{who} {did} {before} to {operation}, in which {waiters} {waited}."
+            verbs = {"recv": "sent nothing for", "send": "received nothing of"}
+            did = verbs.get(first.record.operation, "did not come to")
+        else:
+            did = f"{self._did(end, culprits)} {before}"
+        longest = span(max(wait.waited_ns for wait in waits))
+        return (
+            f"{self._who(culprits)} {did} {self.names.operation(first.group, first.record)}, in which {waiters} waited "
+            f"for {it} for {longest}, {self._until(first)}."
+        )
 
-    def _message(self, end: End, first: Wait) -> str:
-        message = self.names.operation(first.group, first.record)
-        receives = first.record.operation == "recv"
-        waited = f"rank {first.rank} waited for {span(first.waited_ns)}, {self._until(first)}"
-        if first.record.peer == ANY_SOURCE and end.cause is Cause.ABSENT:
-            return f"No rank sent what rank {first.rank} wanted to receive: in {message}, {waited}."
-        who = self._who(end.ranks)
-        if end.cause is Cause.ABSENT:
-            did = "did not send what" if receives else "did not receive what"
-            wanted = "wanted to receive" if receives else "sent"
-            return f"{who} {did} rank {first.rank} {wanted}: in {message}, {waited}."
-        for_it = "to receive from it" if receives else "to send to it"
-        return f"{who} {self._did(end, first)} while rank {first.rank} wanted {for_it}: in {message}, {waited}."
+    def _in_idle(self, end: End) -> str:
+        did = self._did(end, list(end.ranks)).rstrip(",")
+        return f"{self._who(list(end.ranks))} {did}; nobody waited for it when the dump was written at {self.time}."
 
-    def _who(self, ranks: tuple[int, ...]) -> str:
+    def _who(self, ranks: list[int]) -> str:
         if len(ranks) > _MOST_TOLD:
             return capital(ranks_text(ranks))
         return capital(listed([self.names.process(rank) for rank in ranks]))
 
-    def _did(self, end: End, wait: Wait) -> str:
-        if end.cause is Cause.STOPPED:
-            return f"{'stand' if len(end.ranks) > 1 else 'stands'} still, stopped by a signal or a debugger,"
+    def _did(self, end: End, ranks: list[int]) -> str:
         if end.cause is Cause.EXITED:
-            why = self._farewell(wait.group, end.ranks[0])
+            states = [s for g in self._job.groups_of(ranks[0]) for _, s in g.states[ranks[0]]]
+            why = next((state.farewell for state in states if state.farewell), "")
             return (
                 f"left because of {why}," if why else "ended without destroying the process group"
             )
-        return "left the group" if end.cause is Cause.LEFT else "died"
+        if end.cause is Cause.STOPPED:
+            stands = "stand" if len(ranks) > 1 else "stands"
+            return f"{stands} still, stopped by a signal or a debugger,"
+        return "left the group in good order" if end.cause is Cause.LEFT else "died"
 
-    def _farewell(self, group: Group, rank: int) -> str:
-        told = [state.farewell for _, state in group.states[rank] if state.farewell]
-        if group.failure and group.culprit == rank and group.failure.why:
-            told.insert(0, group.failure.why)
-        return told[0] if told else ""
+    def _until(self, wait: Wait) -> str:
+        if self._failed is None:
+            limit = wait.record.timeout_ms * 10**6
+            left = (
+                f"; its timeout of {span(limit)} has not passed" if limit > wait.waited_ns else ""
+            )
+            return f"and still did when the dump was written at {self.time}{left}"
+        what = "the timeout" if self._failed.cause == Cause.TIMEOUT else "the group failed"
+        return f"until {what} at {self.time}"
 
-    def _late(self, end: End, first: Wait) -> str:
-        """Whether the culprit came after all, or what it said itself."""
-        rank = end.ranks[0]
-        record = first.group.collective(rank, first.record.sequence)
-        came = record.started_ns if record else None
-        if end.cause is Cause.ABSENT and came and came > self._moment.ns:
-            return f"Rank {rank} came {span(came - self._moment.ns)} after that, too late."
-        own = self._job.dumps.get(rank)
-        if own is None or self._failed is None:
+    def _other_message(self, wait: Wait) -> str:
+        """A message between the two that nobody has taken: often the wanted one has another tag."""
+        if wait.record.peer not in wait.group.ranks or wait.record.peer == wait.rank:
             return ""
-        if end.cause is not Cause.ABSENT and own.reason:
-            return f"The reason of its own dump is: {own.reason}."
-        if own.time_ns < self._moment.ns + _LATE_NS:
-            return ""
-        late = span(own.time_ns - self._moment.ns)
-        return f"Rank {rank} wrote its own dump {late} after that ({own.reason}), so it was alive, but late."
-
-    def _other_messages(self, first: Wait) -> str:
-        """Messages between the two that nobody has taken: often the wanted one has another tag."""
-        record, group = first.record, first.group
-        if record.peer in (None, ANY_SOURCE) or record.peer == first.rank:
-            return ""
-        peer = record.peer
-        twin = "send" if record.operation == "recv" else "recv"
-        theirs = [m for m in group.messages(peer) if m.operation == twin and m.peer == first.rank]
-        mine = [
-            m
-            for m in group.messages(first.rank)
-            if m.operation == record.operation and m.peer == peer
-        ]
-        taken = [m.tag for m in mine if m.state == COMPLETED]
-        for message in theirs:
-            if message.tag in taken:
-                taken.remove(message.tag)
-            elif message.tag != record.tag:
-                self._told_message = message
+        rank, peer, twin = wait.rank, wait.record.peer, "send"
+        if wait.record.operation == "send":
+            twin = "recv"
+        taken = [m for m in wait.group.messages(rank) if m.state == COMPLETED and m.peer == peer]
+        for message in wait.group.messages(peer):
+            if message.operation != twin or message.peer != rank or message.tag == wait.record.tag:
+                continue
+            match = next((m for m in taken if fits(m, rank, message)), None)
+            if match is None:
                 did = "did send it" if twin == "send" else "wanted to receive from it"
-                return f"Rank {peer} {did} a message of another tag: {self.names.operation(group, message)}."
+                what = self.names.operation(wait.group, message)
+                return f"Rank {peer} {did} a message of another tag: {what}."
+            taken.remove(match)
         return ""
 
-    # ---- what a rank did last
-
-    def last(self, rank: int) -> str:
-        """``The last that rank 1 did was operation 11, ..., completed 2.3 s before that.``"""
-        if told := self._in_progress(rank):
-            return told
-        known = [
-            (record.finished_ns, group, record)
-            for group in self._job.groups
-            if rank in group.ranks
-            for record in group.records[rank]
-            if record.finished_ns is not None
-            and record.finished_ns <= self._moment.ns
-            and record.operation != "flag_latency"
-        ]
-        if not known:
-            return f"Rank {rank} had not completed anything that is still recorded."
-        finished, group, record = max(known, key=lambda entry: entry[0])
-        before = span(self._moment.ns - finished)
-        if record is self._told_message:
-            return f"That was the last that rank {rank} did, {before} before."
-        how = "which failed" if record.state == FAILED else "completed"
-        same = any(call_at(record) == call_at(told.record) for told in self._told)
-        what = (
-            self.names.number(group, record) + ", the same call"
-            if same
-            else self.names.operation(group, record)
-        )
-        return f"The last that rank {rank} did was {what}, {how} {before} before that."
-
-    def _in_progress(self, rank: int) -> str:
-        waits = [
-            wait
-            for wait in self._moment.waits[rank]
-            if not any(_is_same(wait, told) for told in self._told)
-        ]
-        if not waits:
+    def _later(self, rank: int, end: End) -> str:
+        """Whether a culprit came after all, or what it said itself, which shows that it was alive."""
+        moment = self._moment.ns
+        for wait in [wait for wait in end.waits[:1] if rank in wait.group.ranks]:
+            came = wait.group.collective(rank, wait.record.sequence)
+            if end.cause is Cause.ABSENT and came and (came.started_ns or 0) > moment:
+                return f"Rank {rank} came {span((came.started_ns or 0) - moment)} after that, too late."
+        own = self._job.dumps.get(rank)
+        if own is None or self._failed is None or not own.reason:
             return ""
-        wait = max(waits, key=lambda w: w.since_ns)
-        what = self.names.operation(wait.group, wait.record)
-        return f"At that time rank {rank} had been in {what}, for {span(wait.waited_ns)}."
+        apart = f"{span(abs(own.time_ns - moment))} {'before' if own.time_ns < moment else 'after'} that"
+        return f"Rank {rank} wrote its own dump {apart}: {own.reason.rstrip('. ')}."
 
-    def _chain(self, end: End, first: Wait) -> str:
+    def _chain(self, end: End) -> str:
         """Who waited for those that waited."""
         links = [
             f"rank {wait.rank} waited for rank {following.rank} in {self.names.operation(wait.group, wait.record)}"
-            for wait, following in pairwise(end.chain_to(first))
+            for wait, following in pairwise(end.chain)
         ]
         return f"In turn, {', and '.join(links[:_MOST_TOLD])}." if links else ""
 
-    def _elsewhere(self, waits: list[Wait], culprits: set[int]) -> str:
-        """Other operations that a culprit did not come to."""
-        told = [
-            f"{ranks_text(culprits & set(wait.awaited))} in {self.names.operation(wait.group, wait.record)}"
-            for wait in waits
-        ]
-        more = f" and {len(told) - _MOST_TOLD} more" if len(told) > _MOST_TOLD else ""
-        return f"Also waited for: {'; '.join(told[:_MOST_TOLD])}{more}." if told else ""
-
-    # ---- a circle
-
-    def _circle(self, end: End) -> str:
-        failed = self._failed is not None
-        longest = max(wait.waited_ns for wait in end.waits)
-        if len(end.waits) == 1:
-            wait = end.waits[0]
-            what = self.names.operation(wait.group, wait.record)
-            return (
-                f"{capital(self.names.process(wait.rank))} waited for itself in {what}, for {span(longest)}, "
-                f"{self._until(wait)}."
-            )
-        links = []
-        none = "Neither" if len(end.waits) == 2 else "None of them"
-        for wait, following in zip(end.waits, [*end.waits[1:], end.waits[0]], strict=True):
-            what = self.names.operation(wait.group, wait.record)
-            waits = "waited" if failed else "waits"
-            links.append(
-                f"{self.names.process(wait.rank)} {waits} for rank {following.rank} in {what}"
-            )
-        if failed:
-            lasted = f"{none} could go on, for {span(longest)}, {self._until(end.waits[0])}"
-        else:
-            lasted = f"{none} can go on; it had lasted {span(longest)} when the dump was written at {self.time()}"
-        return f"Deadlock: {', while '.join(links)}. {lasted}."
-
-    # ---- what to do
-
-    def _advice(self, end: End, first: Wait) -> str:
+    def _advice(self, end: End) -> str:
         rank = end.ranks[0]
         pid = self._job.pid(rank)
-        again = " The group has ended, so the job must be started again." if self._failed else ""
-        if end.cause in (Cause.DIED, Cause.EXITED):
-            text = f"See rank {rank}'s own output for a traceback or a signal"
-            oom = "; without one, the kernel may have killed it to free memory (dmesg -T | grep -i 'out of memory')"
-            unexplained = end.cause is Cause.DIED and rank not in self._job.dumps
-            return text + (oom if unexplained else "") + "."
+        look = f"; see what rank {rank} does (py-spy dump --pid {pid})" if pid else ""
         if end.cause is Cause.STOPPED:
-            return f"Continue it (kill -CONT {pid}) or find out who stopped it.{again}"
+            return f"Continue it (kill -CONT {pid}) or find out who stopped it."
         if end.cause is Cause.LEFT:
             return (
                 "Look for what makes ranks do a different number of steps: uneven data, an early break or return, "
                 "a call that only some ranks make."
             )
-        if first.record.is_message:
+        if end.cause is not Cause.ABSENT:
+            killed = end.cause is Cause.DIED and rank not in self._job.dumps
+            oom = "; without one, the kernel may have killed it to free memory (dmesg -T | grep -i 'out of memory')"
             return (
-                "Every send needs a receive with the same tag on the other rank, and the other way round"
-                f"{_where(rank, pid)}."
+                f"See rank {rank}'s own output for a traceback or a signal{oom if killed else ''}."
             )
-        many = len(end.ranks) > 1
-        does = "They compute, load data, hang, or" if many else "It computes, loads data, hangs, or"
-        slow = "they were" if many else "it was"
+        if end.waits[0].record.is_message:
+            return f"{_TWINS}{look}."
         return (
-            f"{does} took another branch{_where(rank, pid)}. If {slow} only slow, raise the timeout; else make every "
-            "rank call the operation."
+            f"It computes, loads data, hangs, or took another branch{look}. If it was only slow, raise the timeout; "
+            "else make every rank call the operation."
         )
 
-    def _advice_on_circle(self, end: End) -> str:
-        records = [wait.record for wait in end.waits]
-        messages = [record for record in records if record.is_message]
-        if len(records) == 1:
-            return "A message to oneself needs both a send and a recv; post one of them asynchronously."
+    def _circle(self, end: End) -> list[str]:
+        waits = "waited" if self._failed else "waits"
+        links = [
+            f"{self.names.process(wait.rank)} {waits} for rank {following.rank} in "
+            f"{self.names.operation(wait.group, wait.record)}"
+            for wait, following in pairwise([*end.waits, end.waits[0]])
+        ]
+        longest = max(end.waits, key=lambda wait: wait.waited_ns)
+        lasted = f"That lasted {span(longest.waited_ns)}, {self._until(longest)}"
+        messages = [wait.record for wait in end.waits if wait.record.is_message]
         if not messages:
-            return (
+            advice = (
                 "Every rank must use the groups in the same order: let one of these calls come first on all ranks, or "
                 "start the first with async_op=True."
             )
-        if all(record.operation == "recv" for record in records):
-            return "All of them receive first: let one send first, or use batch_isend_irecv."
-        if len(messages) == 2 and _is_tag_mismatch(messages):
-            return "One sends and the other receives, but the tags differ: let them agree."
-        if len(messages) == len(records):
-            return "Let one of them receive first, or use batch_isend_irecv."
-        return (
-            "Every send needs a receive with the same tag on the other rank, which must come before the collective. If "
-            "the message was posted asynchronously, its rank may also be somewhere else."
-        )
+        elif len(messages) == len(links):
+            advice = "Let one send first and the other receive first, with the same tag, or use batch_isend_irecv."
+        else:
+            advice = f"{_TWINS}, which must come before the collective."
+        others = [self._other_message(wait) for wait in end.waits]
+        return [f"Deadlock: {', while '.join(links)}. {lasted}.", *others, advice]
 
-    # ---- different calls
+    # ---- what a rank did last
+
+    def last(self, rank: int) -> str:
+        """``The last that rank 1 did was operation 11, ..., completed 2.3 s before that.``"""
+        moment = self._moment
+        if waits := moment.waits[rank]:
+            wait = min(waits, key=lambda wait: wait.waited_ns)
+            what = self.names.operation(wait.group, wait.record)
+            return f"At that time rank {rank} had been in {what}, for {span(wait.waited_ns)}."
+        known = [
+            (record.finished_ns, group, record)
+            for group in self._job.groups_of(rank)
+            for record in group.records[rank]
+            if record.finished_ns is not None and record.finished_ns <= moment.ns
+            if record.operation != "flag_latency"
+        ]
+        if not known:
+            return f"Rank {rank} had not completed anything that is still recorded."
+        finished, group, record = max(known, key=lambda entry: entry[0])
+        how = "which failed" if record.state == FAILED else "completed"
+        what = self.names.operation(group, record)
+        return f"The last that rank {rank} did was {what}, {how} {span(moment.ns - finished)} before that."
+
+    # ---- what else a group's failure tells
+
+    def report(self, group: Group, text: str) -> str:
+        """The group's own words."""
+        ranks = f" (rank r in this text is the r-th of {ranks_text(group.ranks)})"
+        whose = "" if group.ranks == tuple(range(len(group.ranks))) else ranks
+        name = capital(self.names.group(group))
+        return f'{name} failed at {self.time}, and reports{whose}: "{text.rstrip(". ")}".'
 
     def mismatch(self, found: Mismatch) -> list[str]:
         """Who called what, which rank is the odd one out, and what all had completed before."""
-        group = found.group
-        camps = []
-        for camp in sorted(found.camps, key=lambda camp: (not set(camp) & set(found.odd), camp)):
-            lines = {found.calls[rank].line for rank in camp}
-            record = found.calls[camp[0]]
-            at = call_at(record) if len(lines) == 1 else call(record)
-            camps.append(f"{ranks_text(camp)} called {at}")
-        told = [
-            f"The ranks disagree on operation {found.sequence}{self.names.of_group(group)}: {', but '.join(camps)}.",
-            self._difference(found),
-            self._completed_before(found),
+        camps = [
+            f"{ranks_text(ranks)} called {self._call_of(found.group, found.sequence, ranks, record)}"
+            for ranks, record in sorted(
+                found.camps, key=lambda camp: not set(camp[0]) & set(found.odd)
+            )
         ]
-        advice = _ADVICE_ON[found.differs[0]] if found.differs else ""
-        return [*filter(None, told), advice]
-
-    def _difference(self, found: Mismatch) -> str:
         names = [f"the {name}" for name in found.differs if name != "operation"]
-        parts = [f"they differ in {listed(names)}"] if names else []
-        parts += found.why
-        return f"{capital('; '.join(parts))}." if parts else ""
+        how = [f"they differ in {listed(names)}"] if names else []
+        why = "; ".join([*how, *filter(None, [found.why])])
+        where = self.names.of_group(found.group)
+        return [
+            f"The ranks disagree on operation {found.sequence}{where}: {', but '.join(camps)}.",
+            f"{capital(why)}." if why else "",
+            self._completed_before(found),
+            _ADVICE_ON[found.differs[0]],
+        ]
+
+    def _call_of(self, group: Group, sequence: int, ranks: list[int], record: Record) -> str:
+        twins = [group.collective(rank, sequence) for rank in ranks]
+        return call_at(record) if len({twin.line for twin in twins if twin}) == 1 else call(record)
 
     def _completed_before(self, found: Mismatch) -> str:
-        rank = min(found.calls)
-        record = found.group.collective(rank, found.sequence - 1)
-        at = f" at {self.time()}" if self._failed else ""
-        if record is None or record.finished_ns is None:
-            return f"It failed{at}." if at else ""
-        before = span(self._moment.ns - record.finished_ns)
-        return (
-            f"It failed{at}; the last that all ranks had completed was operation {record.sequence}, {call_at(record)}, "
-            f"{before} before that."
-            if at
-            else f"The last that all ranks had completed was operation {record.sequence}, {call_at(record)}."
-        )
-
-
-def _narrowed(end: End, first: Wait) -> tuple[End, list[Wait]]:
-    """The culprits that one operation waits for; and a wait for each other operation that waits for some."""
-    here = [wait for wait in end.waits if _is_same(wait, first)]
-    ranks = tuple(r for r in end.ranks if any(r in wait.awaited for wait in here))
-    others: list[Wait] = []
-    for wait in end.waits:
-        if not any(_is_same(wait, known) for known in [first, *others]):
-            others.append(wait)
-    return replace(end, ranks=ranks, waits=tuple(here)), others
-
-
-def _is_same(wait: Wait, other: Wait) -> bool:
-    """Whether two ranks wait in one collective; a message is one rank's."""
-    if wait.record.is_message or other.record.is_message:
-        return wait is other
-    return wait.group is other.group and wait.record.sequence == other.record.sequence
-
-
-def _is_tag_mismatch(records: list[Record]) -> bool:
-    return {r.operation for r in records} == {"send", "recv"} and len({r.tag for r in records}) == 2
-
-
-def _where(rank: int, pid: int) -> str:
-    return f"; see what rank {rank} does (py-spy dump --pid {pid})" if pid else ""
+        before = found.group.collective(found.camps[0][0][0], found.sequence - 1)
+        failed = f"It failed at {self.time}. " if self._failed else ""
+        if before is None or before.finished_ns is None:
+            return failed.strip()
+        ago = f", {span(self._moment.ns - before.finished_ns)} before that" if failed else ""
+        return f"{failed}The last that all ranks had completed was operation {before.sequence}, {call_at(before)}{ago}."

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from pycomm.trace.format import ANY_SOURCE, COMPLETED, FAILED, SCHEDULED, STARTED, Record
+from pycomm.trace.format import ANY_SOURCE, COMPLETED, FAILED, STARTED, Record
 from pycomm.trace.job import Group, Job
 
 #: The analyser infers the prefix of the names, if no other name in the folder ends in digits.
@@ -22,19 +22,7 @@ VERSION = "2.10"
 #: The analyser refuses backends that it does not know.
 BACKEND = "gloo"
 
-_OPERATIONS = {
-    "all_reduce": "all_reduce",
-    "broadcast": "broadcast",
-    "all_gather": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "reduce": "reduce",
-    "gather": "gather",
-    "scatter": "scatter",
-    "all_to_all": "all_to_all",
-    "barrier": "barrier",
-    "monitored_barrier": "barrier",
-    "flag_latency": "barrier",
-}
+_BARRIERS = ("barrier", "monitored_barrier", "flag_latency")
 _DTYPES = {
     "float32": "Float",
     "float64": "Double",
@@ -64,14 +52,13 @@ def file_name(rank: int) -> str:
 
 def pickled(job: Job, rank: int) -> bytes:
     """The content of a rank's file."""
-    names = _unique_names(job)
     config: dict[str, dict[str, str]] = {}
     status: dict[str, dict[str, int]] = {}
     entries: list[dict[str, Any]] = []
     for number, group in enumerate(job.groups):
         if rank not in group.ranks:
             continue
-        name = names[number]
+        name = group.name or f"ranks {','.join(map(str, group.ranks))}"
         config[name] = _config(name, group.ranks)
         status[name] = _status(group, rank)
         entries += (_entry(e, name, number, len(group.ranks)) for e in _collectives(group, rank))
@@ -90,11 +77,6 @@ def pickled(job: Job, rank: int) -> bytes:
             "pg_status": status,
         }
     )
-
-
-def _unique_names(job: Job) -> list[str]:
-    """The groups' names; one without a name is called by its ranks."""
-    return [group.name or f"ranks {','.join(map(str, group.ranks))}" for group in job.groups]
 
 
 def _config(name: str, ranks: Any) -> dict[str, str]:
@@ -122,11 +104,14 @@ def _collectives(group: Group, rank: int) -> Iterator[_Paired]:
     first = max((_oldest(group, r) for r in group.ranks), default=1)
     last = max((r.sequence for r in group.collectives(rank)), default=0)
     for record in group.collectives(rank):
-        if record.sequence >= first and record.operation in _OPERATIONS:
-            yield record, record.sequence, _elements(group, record), _OPERATIONS[record.operation]
+        if record.sequence >= first:
+            yield record, record.sequence, _elements(group, record), _operation(record)
     for ahead, record in enumerate(group.queued(rank), start=1):
-        if record.operation in _OPERATIONS:
-            yield record, last + ahead, record.count, _OPERATIONS[record.operation]
+        yield record, last + ahead, record.count, _operation(record)
+
+
+def _operation(record: Record) -> str:
+    return "barrier" if record.operation in _BARRIERS else record.operation
 
 
 def _oldest(group: Group, rank: int) -> int:
@@ -169,10 +154,6 @@ def _entry(paired: _Paired, name: str, number: int, world_size: int) -> dict[str
     inputs = elements * (world_size if operation == "reduce_scatter" else 1)
     outputs = elements * (world_size if operation == "all_gather" else 1)
     created = record.created_ns or record.started_ns or 0
-    # What has failed was begun and never completed.
-    state = {SCHEDULED: "scheduled", STARTED: "started", FAILED: "started"}.get(
-        record.state, "completed"
-    )
     return {
         "record_id": 0,
         "pg_id": number,
@@ -186,7 +167,8 @@ def _entry(paired: _Paired, name: str, number: int, world_size: int) -> dict[str
         "output_sizes": [[outputs]],
         "input_dtypes": [_DTYPES.get(record.dtype, record.dtype)],
         "output_dtypes": [_DTYPES.get(record.dtype, record.dtype)],
-        "state": state,
+        # What has failed was begun and never completed.
+        "state": STARTED if record.state == FAILED else record.state,
         "retired": record.finished_ns is not None,
         "time_created_ns": created,
         "time_discovered_started_ns": record.started_ns,

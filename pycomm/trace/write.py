@@ -8,8 +8,9 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterable, Sequence
-from datetime import datetime
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +20,20 @@ from pycomm.errors import InvalidArgument
 from pycomm.trace import torch_format
 from pycomm.trace.format import (
     FORMAT,
-    RECORD_FIELDS,
-    STATE_FIELDS,
+    NAME,
+    SUFFIX,
     VERSION,
     BadDump,
+    Failure,
+    RankState,
+    Record,
     Recorded,
-    parse_dump,
 )
 from pycomm.trace.job import put_together
+from pycomm.trace.read import parse_dump
+from pycomm.trace.words import when
 
 logger = logging.getLogger("pycomm.trace")
-
-#: Names do not end in digits and do not contain torch_format.PREFIX, so that torch's analyser steps over them.
-NAME, SUFFIX = "pycomm-trace.", ".json"
 
 _loaded = time.time()
 _attempts = itertools.count()
@@ -51,17 +53,21 @@ def dump(communicators: Iterable[Recorded], directory: str | os.PathLike[str], r
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{NAME}{content['rank']}{SUFFIX}"
-    _replace(path, json.dumps(content, separators=(",", ":")).encode())
+    text = json.dumps(content, separators=(",", ":"))
+    _write(path, text.encode())
     logger.info("rank %d wrote %s (%s)", content["rank"], path, reason)
     try:
-        _write_for_torch(content, folder)
+        _write_for_torch(text, folder)
     except (BadDump, OSError) as error:
         logger.warning("no dump for torch's analyser: %s", error)
     return path
 
 
+# ---- what is written: see pycomm.trace.format
+
+
 def describe(communicators: Sequence[Recorded], reason: str) -> dict[str, Any]:
-    """The content of a dump; see pycomm.trace.format."""
+    """The content of a dump."""
     first, now = communicators[0], time.time_ns()
     return {
         "format": FORMAT,
@@ -70,43 +76,32 @@ def describe(communicators: Sequence[Recorded], reason: str) -> dict[str, Any]:
         "pid": os.getpid(),
         "rank": first.global_ranks[first.rank],
         "reason": reason,
-        "time": datetime.fromtimestamp(now / 1e9).astimezone().isoformat(),
+        "time": when(now),
         "time_ns": now,
         "torch": str(torch.__version__),
         "groups": [_describe_group(communicator) for communicator in communicators],
     }
 
 
-def _describe_group(communicator: Recorded) -> dict[str, Any]:
-    ranks = range(communicator.world_size)
+def _describe_group(group: Recorded) -> dict[str, Any]:
+    states, records = [], []
+    for rank in range(group.world_size):
+        state = _attempt(partial(group.rank_state, rank), {}, f"the state of rank {rank}")
+        states.append(_chosen(RankState, state))
+        found = _attempt(partial(group.records, rank), [], f"the records of rank {rank}")
+        records.append([_chosen(Record, record) for record in found])
+    failure = _attempt(group.failure_cause, None, "its failure")
     return {
-        "name": communicator.name,
-        "rank": communicator.rank,
-        "ranks": list(communicator.global_ranks),
-        "failure": _attempt(communicator.failure_report, None, "its failure"),
-        "states": [_state(communicator, rank) for rank in ranks],
-        "records": [_records(communicator, rank) for rank in ranks],
+        "name": group.name,
+        "rank": group.rank,
+        "ranks": list(group.global_ranks),
+        "failure": failure and _chosen(Failure, failure),
+        "states": states,
+        "records": records,
     }
 
 
-def _state(communicator: Recorded, rank: int) -> dict[str, Any] | None:
-    state = _attempt(lambda: communicator.rank_state(rank), None, f"the state of rank {rank}")
-    return state and {name: state[name] for name in STATE_FIELDS if name in state}
-
-
-def _records(communicator: Recorded, rank: int) -> list[dict[str, Any]]:
-    records = _attempt(lambda: communicator.records(rank), [], f"the records of rank {rank}")
-    return [
-        {name: _plain(record[name]) for name in RECORD_FIELDS if record.get(name) is not None}
-        for record in records
-    ]
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _attempt(read: Any, otherwise: Any, what: str) -> Any:
+def _attempt(read: Callable[[], Any], otherwise: Any, what: str) -> Any:
     """What can be read; a group may end while it is looked at."""
     try:
         return read()
@@ -115,55 +110,35 @@ def _attempt(read: Any, otherwise: Any, what: str) -> Any:
         return otherwise
 
 
+def _chosen(kind: Any, found: Mapping[str, Any]) -> dict[str, Any]:
+    names = [field.name for field in fields(kind)]
+    return {name: found[name] for name in names if found.get(name) is not None}
+
+
 # ---- files
 
 
-def _replace(path: Path, content: bytes) -> None:
-    """Writes a file that is whole as soon as it is there."""
-    temporary = _temporary(path, content)
+def _write(path: Path, content: bytes, *, keep: bool = False) -> None:
+    """Writes a file that is whole as soon as it is there. To be kept is one of this run that is there already."""
+    temporary = path.with_name(f".being-written.{os.getpid()}.{next(_attempts)}.tmp")
     try:
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def _create(path: Path, content: bytes) -> None:
-    """The same, but a file of this run that is there already is left alone."""
-    if path.exists() and path.stat().st_mtime < _loaded:
-        return _replace(path, content)  # of an earlier run
-    temporary = _temporary(path, content)
-    try:
-        os.link(temporary, path)
+        temporary.write_bytes(content)
+        if keep and not (path.exists() and path.stat().st_mtime < _loaded):
+            os.link(temporary, path)
+        else:
+            temporary.replace(path)
     except FileExistsError:
-        pass
+        pass  # kept
     finally:
         temporary.unlink(missing_ok=True)
-    return None
 
 
-def _temporary(path: Path, content: bytes) -> Path:
-    name = f".being-written.{os.getpid()}.{next(_attempts)}.tmp"
-    temporary = path.with_name(name)
-    try:
-        with temporary.open("xb") as file:
-            file.write(content)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    return temporary
-
-
-def _write_for_torch(content: dict[str, Any], folder: Path) -> None:
+def _write_for_torch(text: str, folder: Path) -> None:
     """This rank's pickle, and those of ranks that are gone or stand still."""
-    view = parse_dump(content, "this dump")
-    job = put_together([view])
-    _replace(folder / torch_format.file_name(view.rank), torch_format.pickled(job, view.rank))
-    silent = {
-        rank
-        for group in job.groups
-        for rank in group.ranks
-        if not (state := group.state(rank)).alive or state.left or state.stopped
-    }
-    for rank in sorted(silent - {view.rank}):
-        _create(folder / torch_format.file_name(rank), torch_format.pickled(job, rank))
+    own = parse_dump(json.loads(text), "this dump")
+    job = put_together([own])
+    states = [(rank, group.state(rank)) for group in job.groups for rank in group.ranks]
+    silent = {rank for rank, state in states if not state.alive or state.left or state.stopped}
+    for rank in sorted({own.rank} | silent):
+        path = folder / torch_format.file_name(rank)
+        _write(path, torch_format.pickled(job, rank), keep=rank != own.rank)
