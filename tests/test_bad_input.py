@@ -387,7 +387,7 @@ def test_conjugate_and_negative_views_through_the_backend() -> None:
         backend().allreduce([x]).wait()
         return [z.tolist(), w.tolist(), x.tolist()]
 
-    assert run(2, worker) == [[[2 + 3j] * 5, [1 + 1j] * 5, [-3.0] * 3]] * 2
+    assert run(2, worker) == [[[complex(2, 3)] * 5, [complex(1, 1)] * 5, [-3.0] * 3]] * 2
 
 
 @pytest.mark.parametrize("view", ["conj", "neg"])
