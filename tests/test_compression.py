@@ -254,16 +254,10 @@ def test_no_sync_and_clipping() -> None:
     run(2, worker)
 
 
-def test_modes_that_need_the_reducer_are_refused() -> None:
+def test_refusals() -> None:
     """In words, at construction or the first forward, on every rank."""
 
     def worker(rank: int, n: int) -> list[Any]:
-        def first(**arguments: Any) -> Any:
-            model = pycomm.DistributedDataParallel(net(), compression="int8", **arguments)
-            return model(batch(rank, 0))
-
-        gloo = dist.new_group(backend="gloo")
-
         def double() -> Any:
             model = pycomm.DistributedDataParallel(net().double(), compression="int8")
             return model(batch(rank, 0).double())
@@ -271,10 +265,6 @@ def test_modes_that_need_the_reducer_are_refused() -> None:
         model = pycomm.DistributedDataParallel(net(), compression="int8")
         plain = pycomm.DistributedDataParallel(net())
         return [
-            attempt(lambda: first(find_unused_parameters=True)),
-            attempt(lambda: first(static_graph=True)),
-            attempt(lambda: first(gradient_as_bucket_view=True)),
-            attempt(lambda: first(process_group=gloo)),
             attempt(double),
             attempt(lambda: model.register_comm_hook(None, lambda *_: None)),
             attempt(lambda: pycomm.DistributedDataParallel(net(), compression="int4")),
@@ -284,7 +274,7 @@ def test_modes_that_need_the_reducer_are_refused() -> None:
 
     for found in run(2, worker):
         assert all("InvalidArgument" in error.kinds for error in found), found
-        assert all("register_comm_hook" in error.message for error in found[:5])
+        assert "mixed_precision" in found[0].message
 
 
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
@@ -506,12 +496,11 @@ def test_sync_gradients() -> None:
         assert (gradients(model) - mean_gradients(n, 0)).abs().max() < 1e-6
         assert same(extra.grad, torch.full((4, 6), 2.0))
         assert unused.grad is None
-        names = {id(p): name for name, p in named}
-        averager = Averager(Int8(), lambda p: names[id(p)])
+        averager = Averager(Int8(), named)
         for _ in range(3):
             model.zero_grad()
             model(batch(rank, 0)).square().mean().backward()
-            pycomm.sync_gradients(model.parameters(), averager=averager, weight=1.0 + rank)
+            pycomm.sync_gradients(model.parameters(), compression=averager, weight=1.0 + rank)
             assert everywhere(gradients(model))
         assert averager.residuals().keys() == {"0.weight", "2.weight"}
         assert averager.step == 3

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDdp
 import pycomm
 from pycomm import compression
 from pycomm.backend import get_communicator
-from pycomm.compression import Averager, HookState, PowerSGD, TopK, hook, top_k
+from pycomm.compression import Averager, HookState, Int8, PowerSGD, TopK, hook, top_k
 from pycomm.errors import InvalidArgument
 
 BOTH: Final = (TopK(0.05), PowerSGD(rank=2))
@@ -78,12 +78,16 @@ class Lists:
     """Gradients that are averaged without a model: one matrix a step, named m."""
 
     def __init__(self, compressor: compression.Compressor) -> None:
-        self.averager = Averager(compressor, lambda _: "m")
+        self.parameter = torch.empty(0)
+        self.averager = Averager(compressor)
 
     def average(self, gradient: torch.Tensor, share: float | None = None) -> torch.Tensor:
         """What arrives."""
         arrived = gradient.clone()
-        self.averager.average(get_communicator(), [gradient], [arrived], share)
+        if self.averager.step == 0:
+            self.parameter = torch.empty_like(gradient)
+            self.averager = Averager(self.averager.compressor, [("m", self.parameter)])
+        self.averager.average(get_communicator(), [self.parameter], [arrived], share)
         self.averager.step += 1
         return arrived
 
@@ -141,7 +145,7 @@ def test_top_k_against_reference(n: int, ratio: float) -> None:
     """Over steps: the sum of what the reference selects in float64, from gradient / n plus residual; conserved."""
 
     def worker(rank: int, n: int) -> None:
-        lists = Lists(TopK(ratio, small=True))
+        lists = Lists(TopK(ratio, small=True, always=True))
         k = max(1, math.ceil(ratio * 480))
         residuals = [torch.zeros(24, 20) for _ in range(n)]  # of all ranks, here
         for step in range(5):
@@ -166,7 +170,7 @@ def test_ties_and_wide_indices(monkeypatch: pytest.MonkeyPatch) -> None:
     def worker(rank: int, n: int, limit: int) -> None:
         top_k._INDEX_LIMIT = limit
         assert top_k._index_dtype(21) == (torch.int64 if limit < 21 else torch.int32)
-        lists = Lists(TopK(1 / 3, small=True))
+        lists = Lists(TopK(1 / 3, small=True, always=True))
         sign = torch.tensor([1.0, -1.0, 1.0] * 7)[:, None]
         gradient = sign * (1.0 if rank == 0 else 3.0)
         arrived = lists.average(gradient)
@@ -188,7 +192,7 @@ def test_top_k_of_half_precision_and_strides() -> None:
 
     def worker(rank: int, n: int) -> None:
         for dtype in (torch.float16, torch.bfloat16, torch.float32):
-            lists = Lists(TopK(0.1, small=True))
+            lists = Lists(TopK(0.1, small=True, always=True))
             own = [values_of(r, 0).to(dtype) for r in range(n)]
             arrived = own[rank].t().contiguous().t()
             lists.averager.average(get_communicator(), [arrived], [arrived])
@@ -448,18 +452,19 @@ def test_warm_up_and_exclusion() -> None:
     run(2, worker, wall=60)
 
 
-@pytest.mark.parametrize("compressor", BOTH, ids=["top-k", "low rank"])
+@pytest.mark.parametrize("compressor", [*BOTH, Int8()], ids=["top-k", "low rank", "int8"])
 def test_modes_of_the_reducer(compressor: Any) -> None:
-    """What encodings refuse is allowed: the same gradients as without; accumulation, weights, pickling, new groups."""
+    """All are allowed: the same gradients as without; accumulation, weights, pickling, new groups."""
 
     def worker(rank: int, n: int) -> None:
         def make(**arguments: Any) -> Any:
             return pycomm.DistributedDataParallel(net(), compression=compressor, **arguments)
 
+        near = 1e-2 if isinstance(compressor, Int8) else 1e-6  # who sums what differs
         plain = make()
         models = [
             make(find_unused_parameters=True), make(static_graph=True), make(gradient_as_bucket_view=True),
-            make(overlap=False), pickle.loads(pickle.dumps(make())),
+            make(overlap=False), pickle.loads(pickle.dumps(make())), make(process_group=new_group("gloo")),
         ]  # fmt: skip
         renewed = pickle.loads(pickle.dumps(models[0]))
         models.append(renewed)
@@ -467,7 +472,7 @@ def test_modes_of_the_reducer(compressor: Any) -> None:
             want = backward(plain, rank, step)
             for model in models:
                 got = backward(model, rank, step)
-                assert all(torch.allclose(got[name], want[name], atol=1e-6) for name in want)
+                assert all(torch.allclose(got[name], want[name], atol=near) for name in want)
         plain._update_process_group(new_group())
         plain.zero_grad()
         with plain.no_sync():
@@ -483,8 +488,6 @@ def test_refusals() -> None:
     """In words."""
 
     def worker(rank: int, n: int) -> list[Any]:
-        gloo = new_group("gloo")
-
         def first(module: nn.Module | None = None, **arguments: Any) -> Any:
             arguments.setdefault("compression", TopK(0.1))
             model = pycomm.DistributedDataParallel(module or net(), **arguments)
@@ -497,13 +500,10 @@ def test_refusals() -> None:
                 joining(batch(rank, 0))
 
         other = pycomm.DistributedDataParallel(net(), compression=TopK(0.1))
-        backward(other, rank, 0)
         return [
-            attempt(lambda: first(process_group=gloo)),
             attempt(lambda: first(net().double())),
             attempt(lambda: first(nn.Embedding(9, 9, sparse=True))),
             attempt(lambda: first(overlap=True)),
-            attempt(lambda: other._update_process_group(gloo)),
             attempt(lambda: other.register_comm_hook(None, hook)),
             attempt(lambda: pycomm.all_reduce(torch.ones(3), compression=TopK(0.1))),
             attempt(join),
@@ -700,22 +700,21 @@ def test_sync_gradients(compressor: Any) -> None:
 
     def worker(rank: int, n: int) -> None:
         model, ours = net(), pycomm.DistributedDataParallel(net(), compression=compressor)
-        names = {id(p): name for name, p in model.named_parameters()}
-        averager = Averager(compressor, lambda p: names[id(p)])
+        averager = Averager(compressor, model.named_parameters())
         for step in range(3):
             backward(model, rank, step)
-            pycomm.sync_gradients(model.parameters(), averager=averager, bucket_bytes=3000)
+            pycomm.sync_gradients(model.parameters(), compression=averager, bucket_bytes=3000)
             want = backward(ours, rank, step)
             for name, p in model.named_parameters():
                 assert torch.allclose(grad_of(p), want[name], atol=1e-6)
         assert averager.residuals().keys() == WEIGHTS
-        resumed = Averager(compressor, lambda p: names[id(p)])
+        resumed = Averager(compressor, model.named_parameters())
         resumed.load_state_dict(averager.state_dict())
         assert resumed.step == averager.step == 3
         results = []
         for one in (averager, resumed):
             backward(model, rank, 3)
-            pycomm.sync_gradients(model.parameters(), averager=one, weight=1.0 + rank)
+            pycomm.sync_gradients(model.parameters(), compression=one, weight=1.0 + rank)
             results.append({name: grad_of(p) for name, p in model.named_parameters()})
             assert everywhere(results[-1])
         assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
@@ -723,21 +722,14 @@ def test_sync_gradients(compressor: Any) -> None:
     run(2, worker)
 
 
-def name_in(names: dict[int, str], parameter: torch.Tensor) -> str:
-    """Of a parameter."""
-    return names[id(parameter)]
-
-
 def test_few_collectives() -> None:
     """A bucket's parameters travel together: one all_gather, or two all_reduces, and one for those left alone."""
 
     def worker(rank: int, n: int) -> None:
         for compressor, most in ((TopK(0.1), 2), (PowerSGD(2), 3)):
-            names: dict[int, str] = {}
-            averager = Averager(compressor, functools.partial(name_in, names))
+            averager = Averager(compressor)
             parameters = [nn.Parameter(torch.ones(40, 40)) for _ in range(20)]
             parameters += [nn.Parameter(torch.ones(40)) for _ in range(20)]
-            names.update({id(p): str(i) for i, p in enumerate(parameters)})
             gradients = [torch.ones_like(p) for p in parameters]
             before = get_communicator().sequence
             averager.average(get_communicator(), parameters, gradients)

@@ -2,35 +2,40 @@
 
 # Annotations stay objects here: torch looks at those of hooks.
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
-from pycomm.backend import get_communicator
+from pycomm.compression.carrier import carrier_of
 from pycomm.compression.codecs import Compressor
 from pycomm.compression.lists import Averager
 from pycomm.compression.reduced import Memory
 
 
 class HookState:
-    """What :func:`hook` needs: ``model.register_comm_hook(HookState("int8", model), hook)``.
+    """What :func:`hook` keeps: ``model.register_comm_hook(HookState("int8", model), hook)``.
 
-    The model's parameter names are those of the residuals in :meth:`state_dict`. `group`: None is the default group.
-    `share`: this rank's weight by the sum of all, or None for the plain mean.
+    The model's parameter names are those of the residuals in :meth:`state_dict`; where the state must be there before
+    the model, as for Lightning's DDPStrategy, they are numbers. `group`: None is the default group; of any backend.
+    `share`: this rank's weight by the sum of all, or None for the plain mean. A parameter that no rank used in a step
+    loses what its residual sends in it: torch's Reducer leaves its gradient alone.
     """
 
     def __init__(
         self,
         compression: str | Compressor,
-        model: nn.Module,
+        model: nn.Module | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         module = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-        names = {id(parameter): name for name, parameter in module.named_parameters()}
-        self._averager = Averager(compression, lambda parameter: names[id(parameter)])
-        self._averager.prepare((n, p) for n, p in module.named_parameters() if p.requires_grad)
+        named = [] if module is None else [*module.named_parameters()]
+        self._averager = Averager(compression, named)
+        if module is not None:
+            self._averager.prepare((n, p) for n, p in named if p.requires_grad)
         self.group = group
         self.share: float | None = None
 
@@ -57,7 +62,7 @@ class HookState:
     def average(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """The hook."""
         self._averager.average(
-            get_communicator(self.group), bucket.parameters(), bucket.gradients(), self.share
+            carrier_of(self.group), bucket.parameters(), bucket.gradients(), self.share
         )
         if bucket.is_last():
             self._averager.step += 1
@@ -66,6 +71,21 @@ class HookState:
         return future
 
 
-def hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Averages a bucket's gradients, compressed; for ``register_comm_hook``, on a group of backend pycomm."""
+# Of compressors that are a hook's state themselves.
+_states = WeakIdKeyDictionary()
+
+
+def hook(
+    state: HookState | Compressor, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Averages a bucket's gradients, compressed; for ``register_comm_hook``, on a group of any backend.
+
+    A compressor, such as ``pycomm.compression.FP16()``, serves as state for one model on the default group; a HookState
+    says more, and can be saved.
+    """
+    if isinstance(state, Compressor):
+        if state not in _states:
+            _states[state] = HookState(replace(state))  # which must not keep the key alive
+        state = _states[state]
+    assert isinstance(state, HookState)
     return state.average(bucket)

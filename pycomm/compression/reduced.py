@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ import torch
 from pycomm.compression.codecs import Compressor
 
 if TYPE_CHECKING:
-    from pycomm._core import Communicator
+    from pycomm.compression.carrier import Carrier
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Memory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reduced(Compressor, ABC):
+class Reduced(Compressor):
     """A compressor that does not send every value.
 
     A parameter whose gradient is zero on all ranks, as that of one that was not used, sends nothing and keeps its
@@ -44,7 +44,7 @@ class Reduced(Compressor, ABC):
     @abstractmethod
     def average(
         self,
-        communicator: Communicator,
+        carrier: Carrier,
         names: Sequence[str],
         gradients: Sequence[torch.Tensor],
         share: float | None,
