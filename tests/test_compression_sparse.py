@@ -198,7 +198,8 @@ def test_top_k_of_half_precision_and_strides() -> None:
             lists.averager.average(get_communicator(), [arrived], [arrived])
             sent = [select(one.float() / n, 48) for one in own]
             assert torch.equal(arrived, (sent[0] + sent[1]).to(dtype))
-            assert torch.equal(lists.residual, (own[rank].float() / n - sent[rank]).flatten())
+            residual = lists.averager.residuals()["0"]
+            assert torch.equal(residual, (own[rank].float() / n - sent[rank]).flatten())
 
     run(2, worker)
 
