@@ -393,7 +393,7 @@ def plot(found: dict[str, tuple[dict[str, Result], float]], path: Path) -> None:
         right.set(xlabel="difference to no compression, %")
         if far:
             right.set_xscale("symlog", linthresh=1)
-        right.legend(frameon=False, fontsize=8, loc="lower right")
+        right.legend(frameon=False, fontsize=8, loc="upper right" if far else "lower right")
         for axes in (left, right):
             axes.grid(alpha=0.3)
             axes.spines[["top", "right"]].set_visible(False)

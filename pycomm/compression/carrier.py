@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from pycomm._core import Codec
 
 _LINE = 64  # bytes; where one rank's encoding begins
+_PIECE = 1 << 20  # bytes of a message, at most
+_TAG = 31_000  # of the first piece; MPI knows tags to 32767
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# torch 2.14 renamed it.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
-class Carrier(Protocol):
-    """The ranks between which gradients travel, and how; the communicator's methods of these names say more."""
+class Ranks(Protocol):
+    """The ranks between which gradients travel; the communicator's methods of these names say more."""
 
     @property
     def rank(self) -> int:
@@ -40,6 +40,10 @@ class Carrier(Protocol):
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor) -> Any:
         """Equal parts, in rank order."""
+
+
+class Carrier(Ranks, Protocol):
+    """What also carries encoded values."""
 
     def compressed_all_reduce(
         self,
@@ -67,12 +71,16 @@ def carrier_of(group: dist.ProcessGroup | None = None) -> Carrier:
 
 
 class ForeignCarrier:
-    """Compression over a backend that is not pycomm's, by two of its collectives: bytes to whom sums them, and back.
+    """Compression over a backend that is not pycomm's, by messages of bytes: to whom sums them, and back.
 
-    Values are cut into a shard per rank. Every rank encodes the shards of the others (all_to_all), sums what it got in
-    rank order, its own values among them as they are, and encodes the sum (all_gather). So contributions are rounded
-    once and sums once, at any world size, and all ranks decode the same bytes, as in csrc/algorithms/compressed.h. Each
-    rank sends 2 * (world_size - 1) / world_size of the encoded bytes.
+    Values are cut into a shard per rank. Every rank sends the others what it has for their shards, encoded, sums what
+    it got in rank order, its own values among them as they are, and sends the sum, encoded, to all. So contributions
+    are rounded once and sums once, at any world size, and all ranks decode the same bytes, as in
+    csrc/algorithms/compressed.h. Each rank sends 2 * (world_size - 1) / world_size of the encoded bytes.
+
+    Why not all_to_all and all_gather: Gloo tells a sender through the same connection that a receive waits, so there
+    that notice stands behind the data of the other direction, and both take turns. Receives that are posted first, and
+    messages in pieces, use both directions of a link at once (benchmarks/advise.py).
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -104,7 +112,12 @@ class ForeignCarrier:
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor) -> None:
         """Equal parts, in rank order."""
-        _all_gather(output.view(-1), input, group=self.group)
+        rows = output.view(self.world_size, -1)
+        rows[self.rank].copy_(input.view(-1))
+        exchange = Exchange(self.group, rows)
+        for peer in exchange.peers:
+            exchange.send(peer, rows[self.rank])
+        exchange.wait()
 
     def compressed_all_reduce(
         self,
@@ -130,7 +143,7 @@ class ForeignCarrier:
             self._sum_plainly(tensors, factor, divisor)
             return
         how = {"infinite": infinite, "stochastic": stochastic, "seed": seed}
-        _Exchange(self, tensors, codec, how).run(factor, divisor, residual)
+        _Compressed(self, tensors, codec, how).run(factor, divisor, residual)
 
     def _refuse_timeout(self, timeout: timedelta | None) -> None:
         if timeout is not None:
@@ -149,6 +162,36 @@ class ForeignCarrier:
         sizes = [tensor.numel() for tensor in tensors]
         for tensor, part in zip(tensors, flat.split(sizes), strict=True):
             tensor.detach().copy_(part.view(tensor.shape))
+
+
+class Exchange:
+    """Bytes from each rank to each other: receives into `rows`, a row per rank, are posted at once."""
+
+    def __init__(self, group: dist.ProcessGroup, rows: torch.Tensor) -> None:
+        self._group = group
+        rank, world_size = group.rank(), group.size()
+        self.peers = [(rank + step) % world_size for step in range(1, world_size)]
+        self._works: list[Any] = []
+        for peer in self.peers:
+            for tag, piece in _pieces(rows[peer]):
+                self._works.append(dist.irecv(piece, group_src=peer, group=group, tag=tag))
+
+    def send(self, peer: int, row: torch.Tensor) -> None:
+        """Of as many bytes as a row; it must stay as it is until wait() returns."""
+        for tag, piece in _pieces(row):
+            self._works.append(dist.isend(piece, group_dst=peer, group=self._group, tag=tag))
+
+    def wait(self) -> None:
+        """Until all has come and gone."""
+        for work in self._works:
+            work.wait()
+
+
+def _pieces(row: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+    """At least two of long ones, so that none waits for a whole row of the other direction."""
+    size = row.view(torch.uint8).numel()
+    number = 1 if size < _PIECE // 16 else max(2, -(-size // _PIECE))
+    return [(_TAG + i % 1000, piece) for i, piece in enumerate(row.chunk(number)) if piece.numel()]
 
 
 def _check(tensors: Sequence[torch.Tensor], codec: Codec, residual: torch.Tensor | None) -> None:
@@ -171,7 +214,7 @@ def _lines(size: int) -> int:
     return -(-size // _LINE) * _LINE
 
 
-class _Exchange:
+class _Compressed:
     """One compressed all_reduce: who sums which values, and where their encodings lie."""
 
     def __init__(
@@ -194,18 +237,22 @@ class _Exchange:
         """Encode for the others, sum the own shard, decode those of the others."""
         if self._bounds[-1] == 0:
             return
-        carrier, mine = self._carrier, self._carrier.rank
-        others = [rank for rank in range(carrier.world_size) if rank != mine]
+        mine, group = self._carrier.rank, self._carrier.group
         sent, received = self._rows(), self._rows()
         own = {"inputs": self._tensors, "factor": factor}
-        for peer in others:
+        contributions = Exchange(group, received)
+        for peer in contributions.peers:
             self._transcode(peer, residual, **own, encoded=self._wire(sent, peer, peer))
-        dist.all_to_all_single(received, sent, group=carrier.group)
+            contributions.send(peer, sent[peer])
+        contributions.wait()
+        others = sorted(contributions.peers)
         wires = [self._wire(received, peer, mine) for peer in others]
-        sums = sent[mine]
         where = {"encoded": self._wire(sent, mine, mine), "outputs": self._tensors}
         self._transcode(mine, residual, **own, **where, wires=wires, own=mine, divisor=divisor)
-        carrier.all_gather_single(received, sums)
+        sums = Exchange(group, received)
+        for peer in sums.peers:
+            sums.send(peer, sent[mine])
+        sums.wait()
         for peer in others:
             wires = [self._wire(received, peer, peer)]
             self._transcode(peer, None, wires=wires, outputs=self._tensors)

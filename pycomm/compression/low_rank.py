@@ -14,7 +14,7 @@ from pycomm.compression.reduced import Memory, Opened, Reduced
 from pycomm.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from pycomm.compression.carrier import Carrier
+    from pycomm.compression.carrier import Ranks
 
 log = logging.getLogger("pycomm")
 
@@ -58,7 +58,7 @@ class PowerSGD(Reduced):
 
     def average(
         self,
-        carrier: Carrier,
+        ranks: Ranks,
         names: Sequence[str],
         gradients: Sequence[torch.Tensor],
         share: float | None,
@@ -68,23 +68,23 @@ class PowerSGD(Reduced):
         if not names:
             return
         named = zip(names, gradients, strict=True)
-        opened = self._open(named, share, carrier.world_size, memory, apart=True)
+        opened = self._open(named, share, ranks.world_size, memory, apart=True)
         matrices = [one.flat.view(_shape(one.gradient)) for one in opened]
         left, ps = self._pack([len(matrix) for matrix in matrices], len(opened))
         used = left[-len(opened) :]
         used.copy_(torch.tensor([not one.is_zero for one in opened]))
         for one, matrix, p in zip(opened, matrices, ps, strict=True):
             p.copy_(matrix @ self._basis(one.name, matrix.shape[1], memory))
-        carrier.all_reduce(left)
+        ranks.all_reduce(left)
         columns = [_orthonormal(p) if bool(p.isfinite().all()) else p for p in ps]
         right, qs = self._pack([matrix.shape[1] for matrix in matrices])
         for matrix, p, q in zip(matrices, columns, qs, strict=True):
             q.copy_(matrix.t() @ p)
-        carrier.all_reduce(right)
+        ranks.all_reduce(right)
         for i, one in enumerate(opened):
             if used[i]:
                 factors = columns[i], qs[i].clone()
-                self._finish(one, matrices[i], factors, carrier.world_size, memory)
+                self._finish(one, matrices[i], factors, ranks.world_size, memory)
             else:
                 one.flat.zero_()
             one.close()

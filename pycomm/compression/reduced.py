@@ -12,7 +12,7 @@ import torch
 from pycomm.compression.codecs import Compressor
 
 if TYPE_CHECKING:
-    from pycomm.compression.carrier import Carrier
+    from pycomm.compression.carrier import Ranks
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Reduced(Compressor):
     @abstractmethod
     def average(
         self,
-        carrier: Carrier,
+        ranks: Ranks,
         names: Sequence[str],
         gradients: Sequence[torch.Tensor],
         share: float | None,

@@ -13,7 +13,7 @@ from pycomm.compression.reduced import Memory, Opened, Reduced
 from pycomm.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from pycomm.compression.carrier import Carrier
+    from pycomm.compression.carrier import Ranks
 
 _INDEX_LIMIT = 2**31  # int32 indexes parameters of fewer elements
 _SAMPLES = 1 << 14  # values from which the threshold of a large parameter is guessed
@@ -50,7 +50,7 @@ class TopK(Reduced):
 
     def average(
         self,
-        carrier: Carrier,
+        ranks: Ranks,
         names: Sequence[str],
         gradients: Sequence[torch.Tensor],
         share: float | None,
@@ -60,10 +60,10 @@ class TopK(Reduced):
         if not names:
             return
         named = zip(names, gradients, strict=True)
-        opened = self._open(named, share, carrier.world_size, memory)
+        opened = self._open(named, share, ranks.world_size, memory)
         chosen = [largest(one.flat, self.count_of(one.flat.numel())) for one in opened]
         own = _Selection.of(opened, chosen)
-        everyone = own.gather(carrier)
+        everyone = own.gather(ranks)
         used = torch.stack([of_rank.used for of_rank in everyone]).any(0).tolist()
         begin = 0
         for one, indices, is_used in zip(opened, chosen, used, strict=True):
@@ -160,10 +160,10 @@ class _Selection:
         own.used.copy_(torch.tensor([not one.is_zero for one in opened]))
         return own
 
-    def gather(self, carrier: Carrier) -> list[_Selection]:
+    def gather(self, ranks: Ranks) -> list[_Selection]:
         """Collective: every rank's."""
-        wires = torch.empty(carrier.world_size, len(self.wire), dtype=torch.uint8)
-        carrier.all_gather_single(wires, self.wire)
+        wires = torch.empty(ranks.world_size, len(self.wire), dtype=torch.uint8)
+        ranks.all_gather_single(wires, self.wire)
         count, parameters = len(self.values), len(self.used)
         return [_Selection.over(wire, count, parameters, self.indices.dtype) for wire in wires]
 
