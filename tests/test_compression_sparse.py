@@ -396,7 +396,7 @@ def test_infinity_in_ddp(compressor: Any) -> None:
     run(2, worker)
 
 
-@pytest.mark.parametrize("compressor", BOTH, ids=["top-k", "low rank"])
+@pytest.mark.parametrize("compressor", [*BOTH, Int8()], ids=["top-k", "low rank", "int8"])
 def test_unused_parameters_keep_their_residuals(compressor: Any) -> None:
     """Those that no rank used send nothing, as the Reducer drops what arrives; those that one rank used do."""
 
@@ -423,7 +423,10 @@ def test_unused_parameters_keep_their_residuals(compressor: Any) -> None:
                 assert model.module.b.weight.grad is None
         assert kept[0].any()
         assert torch.equal(kept[0], kept[1])
-        assert not torch.equal(kept[1], kept[2])
+        if rank == 0 or not isinstance(
+            compressor, Int8
+        ):  # which waits for a gradient of its own rank
+            assert not torch.equal(kept[1], kept[2])
         assert everywhere({"b": model.module.b.weight.grad})
 
     run(2, worker)

@@ -21,8 +21,7 @@ class HookState:
 
     The model's parameter names are those of the residuals in :meth:`state_dict`; where the state must be there before
     the model, as for Lightning's DDPStrategy, they are numbers. `group`: None is the default group; of any backend.
-    `share`: this rank's weight by the sum of all, or None for the plain mean. A parameter that no rank used in a step
-    loses what its residual sends in it: torch's Reducer leaves its gradient alone.
+    `share`: this rank's weight by the sum of all, or None for the plain mean.
     """
 
     def __init__(

@@ -176,15 +176,34 @@ class Averager:
                 divisor=count if share is None else 1.0,
             )
             return
+        residual = self._residual_of(names, gradients) if encoding.error_feedback else None
+        withheld = [] if residual is None else self._withhold(names, gradients)
         carrier.compressed_all_reduce(
             gradients,
             encoding.codec,
             factor=1 / count if share is None else share,
-            residual=self._residual_of(names, gradients) if encoding.error_feedback else None,
+            residual=residual,
             infinite=encoding.infinite,
             stochastic=encoding.stochastic,
             seed=(encoding.seed + carrier.rank + self.step * _GOLDEN) % 2**64,
         )
+        for part, kept in withheld:
+            part.add_(kept)
+
+    def _withhold(
+        self, names: Sequence[str], gradients: Sequence[torch.Tensor]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Residuals of gradients that are zero, as of parameters that were not used: they wait, and are zero meanwhile.
+
+        torch's Reducer drops what arrives for a parameter that no rank used.
+        """
+        withheld = []
+        for name, gradient in zip(names, gradients, strict=True):
+            if gradient.numel() and not gradient.flatten()[0] and not gradient.any():
+                part = self._memory.residuals[name]
+                withheld.append((part, part.clone()))
+                part.zero_()
+        return withheld
 
     def _residual_of(
         self, names: tuple[str, ...], gradients: Sequence[torch.Tensor]
