@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 import pytest
 import torch
-from harness import G
+from harness import INSTRUCTION_SETS, G
 
 from pycomm.errors import InvalidArgument
 from pycomm.extension import core
 
-SETS: Final = ("avx512", "avx2", "generic")
+pytestmark = pytest.mark.usefixtures("instruction_set_restored")
+
 FORMATS: Final[dict[str, torch.dtype]] = {
     "fp32": torch.float32,
     "fp16": torch.float16,
@@ -39,25 +40,6 @@ CODECS: Final = [
     *((name, block) for name in FORMATS if name != "fp32" for block in (64, 256, 4096)),
 ]
 COUNTS: Final = (0, 1, 15, 16, 17, 63, 64, 65, 255, 1023, 1025, 5000)
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    """The instruction set of before the test is in use again after it."""
-    before, threads = core.instruction_set(), torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    assert core.set_instruction_set(before)
-
-
-@pytest.fixture(params=SETS)
-def isa(request: pytest.FixtureRequest) -> str:
-    """Each instruction set, in use; skipped where the processor lacks it."""
-    name: str = request.param
-    if not core.set_instruction_set(name):
-        pytest.skip(f"this CPU cannot run {name}")
-    return name
 
 
 # ---- the reference --------------------------------------------------------------------------------------------------
@@ -496,7 +478,7 @@ def test_instruction_sets_agree(name: str, block: int, stochastic: bool) -> None
         torch.rand(count, generator=G(7)) < 0.999, patterns.nan_to_num(1, 2, 3), patterns
     )
     found = []
-    for name_of_set in SETS:
+    for name_of_set in INSTRUCTION_SETS:
         if not core.set_instruction_set(name_of_set):
             continue
         wire, residual, output = Encoded(codec, count), torch.ones(count), torch.empty(count)

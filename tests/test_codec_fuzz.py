@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from harness import INSTRUCTION_SETS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_codec import CODECS, SETS, Encoded
+from test_codec import CODECS, Encoded
 
 from pycomm.extension import core
+
+pytestmark = pytest.mark.usefixtures("instruction_set_restored")
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: Bits of float32: zeros, subnormals, ties of the narrow formats, their limits, infinities, NaNs.
@@ -113,20 +115,12 @@ def call(case: Case, tensors: list[torch.Tensor]) -> Outcome:
     return Outcome(encoded, residual, torch.cat(tensors), counts)
 
 
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    """The instruction set of before the test is in use again after it."""
-    before = core.instruction_set()
-    yield
-    assert core.set_instruction_set(before)
-
-
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(cases())
 def test_one_result(case: Case) -> None:
     """By every instruction set, and however the values are cut into tensors."""
     wanted: list[torch.Tensor] | None = None
-    for name in SETS:
+    for name in INSTRUCTION_SETS:
         if not core.set_instruction_set(name):
             continue
         for tensors in ([case.input()], case.parts(case.input())):
