@@ -53,9 +53,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     - ``overlap``: whether buckets travel on a thread of their own while backward goes on (True), or in the thread that
       runs backward (False); None decides by cores and ranks (``PYCOMM_DDP_OVERLAP``).
     - ``compression``: how gradients travel, "fp16", "bf16", "fp8" or "int8", or an object of pycomm.compression, which
-      says more; ``error_feedback`` overrides its default. Over a group of any backend for tensors on the CPU. Over
-      other backends than pycomm, in modes that need torch's Reducer, and with TopK and PowerSGD, they do not overlap
-      with backward.
+      says more; ``error_feedback`` overrides its default. Over a group of any backend for tensors on the CPU. On
+      groups of backend pycomm they do not overlap with backward in modes that need torch's Reducer, and with TopK and
+      PowerSGD.
 
     Differences to torch's class, all of them where torch goes wrong in silence or hangs:
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from datetime import timedelta
 from typing import Any
@@ -207,6 +208,63 @@ def test_ddp_over_gloo(compressor: Any) -> None:
         assert everywhere(train(ours, rank, range(6, 7))[0])
 
     run(2, worker, wall=60)
+
+
+@pytest.mark.parametrize("compression", ["int8", TopK(0.1), PowerSGD(2)], ids=str)
+def test_buckets_travel_beside_backward(compression: Any) -> None:
+    """Rank 1 begins when rank 0's backward has come to its last gradient: with a hook that waits, nobody would."""
+
+    def worker(rank: int, n: int) -> None:
+        store = dist.distributed_c10d._get_default_store()
+        torch.manual_seed(0)
+        layers = [nn.Linear(64, 64) for _ in range(4)]
+        model = pycomm.DistributedDataParallel(
+            nn.Sequential(*layers),
+            process_group=foreign(),
+            compression=compression,
+            bucket_cap_mb=0.001,
+        )
+        for step in range(3):
+            loss = model(torch.randn(8, 64, generator=G(rank))).square().mean()
+            passed = functools.partial(store.set, f"passed {step}", "yes")
+            handle = layers[0].weight.register_hook(lambda _, passed=passed: passed())
+            if rank == 1:
+                store.wait([f"passed {step}"], timedelta(seconds=20))
+            loss.backward()
+            handle.remove()
+            gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+            assert everywhere(torch.cat(gradients))
+        assert model._get_ddp_logging_data()["rebuilt_bucket_sizes"].count(",") > 0
+
+    run(2, worker)
+
+
+def test_an_error_in_the_background_ends_backward() -> None:
+    """It is raised where backward waits, once for all buckets of the step; the next step goes on."""
+
+    def worker(rank: int, n: int) -> None:
+        gloo = foreign()
+        model = TorchDdp(net(), process_group=gloo, bucket_cap_mb=0.001)
+        state = HookState("int8", model, gloo)
+        model.register_comm_hook(state, hook)
+        train(model, rank, range(1))
+        average = state._averager.average
+        calls = []
+
+        def broken(*arguments: Any) -> None:
+            calls.append(arguments)
+            raise pycomm.InvalidArgument("of this test")
+
+        state._averager.average = broken  # type: ignore[method-assign, assignment]
+        with pytest.raises(RuntimeError, match="of this test"):
+            train(model, rank, range(1, 2))
+        assert len(calls) == 1
+        state._averager.average = average  # type: ignore[method-assign]
+        again = TorchDdp(model.module, process_group=gloo, bucket_cap_mb=0.001)
+        again.register_comm_hook(state, hook)
+        assert everywhere(train(again, rank, range(2, 3))[0])
+
+    run(2, worker)
 
 
 def test_a_compressor_is_a_hooks_state() -> None:

@@ -80,7 +80,8 @@ class ForeignCarrier:
 
     Why not all_to_all and all_gather: Gloo tells a sender through the same connection that a receive waits, so there
     that notice stands behind the data of the other direction, and both take turns. Receives that are posted first, and
-    messages in pieces, use both directions of a link at once (benchmarks/advise.py).
+    messages in pieces, use both directions of a link at once (benchmarks/advise.py). And messages, unlike collectives,
+    may be under way in another thread while backward calls collectives of its own; so float32 sums go this way, too.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -107,6 +108,9 @@ class ForeignCarrier:
         self, tensor: torch.Tensor, op: str = "sum", *, timeout: timedelta | None = None
     ) -> None:
         """In place."""
+        if op == "sum" and tensor.dtype == torch.float32:
+            self.compressed_all_reduce([tensor], core.Codec("fp32"), timeout=timeout)
+            return
         self._refuse_timeout(timeout)
         dist.all_reduce(tensor, getattr(dist.ReduceOp, op.upper()), group=self.group)
 
@@ -139,9 +143,6 @@ class ForeignCarrier:
             raise InvalidArgument(
                 "a residual is kept in the unit of the sum, so use a factor and no divisor"
             )
-        if codec.format == "fp32":
-            self._sum_plainly(tensors, factor, divisor)
-            return
         how = {"infinite": infinite, "stochastic": stochastic, "seed": seed}
         _Compressed(self, tensors, codec, how).run(factor, divisor, residual)
 
@@ -151,17 +152,6 @@ class ForeignCarrier:
                 f"a timeout of one call is for groups of backend pycomm, not {dist.get_backend(self.group)}; "
                 "give it to new_group"
             )
-
-    def _sum_plainly(self, tensors: Sequence[torch.Tensor], factor: float, divisor: float) -> None:
-        flat = torch.cat([tensor.detach().reshape(-1).float() for tensor in tensors])
-        if factor != 1:
-            flat.mul_(factor)
-        self.all_reduce(flat)
-        if divisor != 1:
-            flat.div_(divisor)
-        sizes = [tensor.numel() for tensor in tensors]
-        for tensor, part in zip(tensors, flat.split(sizes), strict=True):
-            tensor.detach().copy_(part.view(tensor.shape))
 
 
 class Exchange:

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pycomm.compression.carrier import carrier_of
+from pycomm.compression.background import Background
+from pycomm.compression.carrier import ForeignCarrier, carrier_of
 from pycomm.compression.codecs import Compressor
 from pycomm.compression.lists import Averager
 from pycomm.compression.reduced import Memory
@@ -37,6 +38,8 @@ class HookState:
             self._averager.prepare((n, p) for n, p in named if p.requires_grad)
         self.group = group
         self.share: float | None = None
+        self._background = Background()
+        self._problem: Exception | None = None  # of this step
 
     def residuals(self) -> dict[str, torch.Tensor]:
         """By parameter name; the tensors themselves."""
@@ -59,14 +62,29 @@ class HookState:
         self._averager.load_state_dict(state, self.group)
 
     def average(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """The hook."""
-        self._averager.average(
-            carrier_of(self.group), bucket.parameters(), bucket.gradients(), self.share
-        )
-        if bucket.is_last():
-            self._averager.step += 1
+        """The hook. Between hosts the bucket travels while backward goes on, behind those before it."""
+        carrier, share = carrier_of(self.group), self.share
+        parameters, gradients, buffer = bucket.parameters(), bucket.gradients(), bucket.buffer()
+        is_first, is_last = bucket.index() == 0, bucket.is_last()
+
+        def average() -> torch.Tensor:
+            if is_first:
+                self._problem = None
+            if self._problem is not None:
+                raise self._problem  # the ranks are no longer at the same bucket
+            try:
+                self._averager.average(carrier, parameters, gradients, share)
+            except Exception as error:
+                self._problem = error
+                raise
+            if is_last:
+                self._averager.step += 1
+            return buffer
+
+        if isinstance(carrier, ForeignCarrier):
+            return self._background.submit(average)
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        future.set_result(bucket.buffer())
+        future.set_result(average())
         return future
 
 
