@@ -249,7 +249,7 @@ class _Compressed:
 
     def _rows(self) -> torch.Tensor:
         """Room for an encoded shard of every rank."""
-        return torch.zeros(self._carrier.world_size, self._width, dtype=torch.uint8)
+        return torch.empty(self._carrier.world_size, self._width, dtype=torch.uint8)
 
     def _wire(self, rows: torch.Tensor, row: int, shard: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The values and scales of a shard that is encoded in a row."""
