@@ -124,8 +124,9 @@ Result CommHandle::async_error() const {
 }
 
 Comm CommHandle::take() {
-  state_.store(State::kEnding);
-  return comm_.exchange(nullptr);
+  const Comm comm = comm_.exchange(nullptr);
+  if (comm) state_.store(State::kEnding);
+  return comm;
 }
 
 void CommHandle::stop() {
