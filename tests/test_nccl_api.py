@@ -46,19 +46,19 @@ def test_a_missing_library_is_named() -> None:
 
 
 def test_what_is_no_nccl_is_refused() -> None:
-    library = core.__file__
+    library = str(core.__file__)
     with pytest.raises(pycomm.Error, match="has no function ncclGetVersion"):
         core.NcclApi(library)
 
 
 def test_what_is_no_cuda_runtime_is_refused() -> None:
     with pytest.raises(pycomm.Error, match=r"has no function cuda\w+: it is no CUDA runtime"):
-        core.NcclApi(build(), core.__file__)
+        core.NcclApi(build(), str(core.__file__))
 
 
 def in_a_process(code: str, **env: str) -> str:
     """What a fresh process prints that has loaded no NCCL before, unlike one with torch's CUDA build."""
-    name = Path(core.__file__).name
+    name = Path(str(core.__file__)).name
     load = (
         "import importlib.util, sys\n"
         f"spec = importlib.util.spec_from_file_location('_core', {str(ROOT / 'pycomm' / name)!r})\n"
@@ -153,7 +153,9 @@ def test_every_result_is_one_error(code: int, kind: type[Exception], word: str) 
     """The message has the call, the version, name and number of the result, and advice."""
     with pytest.raises(kind) as caught:
         core.NcclApi(build(), build()).check(code, "rank 3: all_reduce")
-    assert str(caught.value).startswith(f"rank 3: all_reduce: NCCL 2.30.7 reports {word} ({code}), ")
+    assert str(caught.value).startswith(
+        f"rank 3: all_reduce: NCCL 2.30.7 reports {word} ({code}), "
+    )
     assert isinstance(caught.value, pycomm.Error)
 
 
@@ -170,7 +172,7 @@ def test_no_gpu_and_old_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(pycomm.Error, match="no GPU can be used: no CUDA-capable device"):
         api.devices()
     monkeypatch.setenv("FAKE_CUDA_DEVICES", "-1")
-    with pytest.raises(pycomm.Error, match="driver version is insufficient.*nvidia-smi"):
+    with pytest.raises(pycomm.Error, match=r"driver version is insufficient.*nvidia-smi"):
         api.devices()
 
 

@@ -322,7 +322,7 @@ std::shared_ptr<NcclWork> NcclCommunicator::enqueue(Batch& batch, Lane& lane, bo
     if (call.keep_alive) keep.push_back(std::move(call.keep_alive));
   if (!keep.empty()) kept = std::make_shared<std::vector<std::shared_ptr<void>>>(std::move(keep));
   std::shared_ptr<void> end = lane.events->take();
-  work->mark_end(stream, end, std::move(kept));
+  work->mark_end(stream, end, std::move(kept), lane.comm);
   if (capturing) {
     lane.last_end = nullptr;
     work->set_captured();
@@ -333,6 +333,10 @@ std::shared_ptr<NcclWork> NcclCommunicator::enqueue(Batch& batch, Lane& lane, bo
   {
     std::lock_guard<std::mutex> lock(mutex_);
     works_.push_back(work);
+    // It came after those that the failure has ended: its kernel is stopped with theirs.
+    if (failure_)
+      work->fail(std::make_exception_ptr(Error(
+          failure_->kind(), concat(what, " ended, since ", failure_->what()), failure_->blame())));
   }
   Watchdog::instance().wake();
   return work;

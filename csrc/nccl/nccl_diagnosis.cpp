@@ -176,9 +176,13 @@ void NcclCommunicator::take_failure(const Error& error) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!failure_) failure_ = error;
     works = works_;
+    // Who waits for one of them hears of it.
+    failure_told_ = failure_told_ || std::any_of(works.begin(), works.end(), [](const auto& work) {
+                      return !work->is_settled();
+                    });
   }
   failed_ = true;
-  stop_lanes();
+  // Before NCCL is stopped: a kernel that is stopped ends as if it had done its work.
   for (const auto& work : works) {
     const std::string name = where(*work);
     const bool own = std::string(error.what()).compare(0, name.size(), name) == 0;
@@ -186,6 +190,7 @@ void NcclCommunicator::take_failure(const Error& error) {
         own ? error
             : Error(error.kind(), concat(name, " ended, since ", error.what()), error.blame())));
   }
+  stop_lanes();
 }
 
 bool NcclCommunicator::read_failure() {
@@ -339,7 +344,7 @@ void NcclCommunicator::look_for_lost(bool always) {
                state->left ? "left the group because of " + state->farewell
                : died ? "died"
                       : "has not been heard of for " + std::to_string(kSilentBeats) + " heartbeats",
-               "; it had called ", state->entered, " operations. See that rank's own output."),
+               "; it told last of operation ", state->entered, ". See that rank's own output."),
         {state->left ? Cause::kExited : Cause::kDied, peer});
   }
 }

@@ -327,15 +327,15 @@ void NcclCommunicator::end_lanes() {
     std::lock_guard<std::mutex> lock(mutex_);
     works = works_;
   }
+  for (const auto& work : works)
+    work->fail(std::make_exception_ptr(
+        Error(ErrorKind::kAborted, where(*work) + " ended: its process group was destroyed",
+              {Cause::kLeft, rank()})));
   bool over = true;
   for (auto& [device, lane] : lanes_) {
     lane.comm->abort();
     over = lane.comm->await_end(settings_.abort_limit) && over;
   }
-  for (const auto& work : works)
-    work->fail(std::make_exception_ptr(
-        Error(ErrorKind::kAborted, where(*work) + " ended: its process group was destroyed",
-              {Cause::kLeft, rank()})));
   for (auto& [device, lane] : lanes_) {
     // Memory that a kernel may still use, since NCCL did not come to its end, is left alone.
     if (lane.comm->state() == CommHandle::State::kEnded) free_lane(lane);

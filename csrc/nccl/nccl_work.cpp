@@ -27,10 +27,11 @@ void NcclWork::mark_start(Stream stream, std::shared_ptr<void> event) {
 }
 
 void NcclWork::mark_end(Stream stream, std::shared_ptr<void> event,
-                        std::shared_ptr<void> keep_alive) {
+                        std::shared_ptr<void> keep_alive, std::shared_ptr<CommHandle> comm) {
   cuda_->check(cuda_->event_record(event.get(), stream), "cudaEventRecord");
   end_ = std::move(event);
   keep_alive_ = std::move(keep_alive);
+  comm_ = std::move(comm);
   launched_.store(true);
 }
 
@@ -47,6 +48,9 @@ bool NcclWork::poll() {
   if (!launched_.load()) return false;
   const int result = cuda_->event_query(end_.get());
   if (result == kCudaErrorNotReady) return false;
+  // A kernel may have ended because NCCL noticed an error; then the watchdog says which.
+  const Result state = result == kCudaSuccess ? comm_->async_error() : Result::kSuccess;
+  if (state != Result::kSuccess && state != Result::kInProgress) return false;
   try {
     cuda_->check(result, "an operation's kernel, or an earlier one,");
     end(nullptr);

@@ -11,6 +11,7 @@
 #include "../clock.h"
 #include "../common.h"
 #include "../worker.h"
+#include "comm_handle.h"
 #include "cuda_api.h"
 
 namespace pycomm::nccl {
@@ -30,7 +31,8 @@ class NcclWork : public Pending {
 
   // On the stream, before and after the operation.
   void mark_start(Stream stream, std::shared_ptr<void> event);
-  void mark_end(Stream stream, std::shared_ptr<void> event, std::shared_ptr<void> keep_alive);
+  void mark_end(Stream stream, std::shared_ptr<void> event, std::shared_ptr<void> keep_alive,
+                std::shared_ptr<CommHandle> comm);
   // It was captured into a graph, and runs when that does: nothing is to be waited for here.
   void set_captured();
 
@@ -73,6 +75,7 @@ class NcclWork : public Pending {
   const Clock::time_point since_ = Clock::now();
   std::shared_ptr<void> start_, end_;
   std::shared_ptr<void> keep_alive_;
+  std::shared_ptr<CommHandle> comm_;  // that it ran on
   std::atomic<bool> launched_{false}, ended_{false}, failed_{false}, started_{false};
   std::atomic<uint64_t> finished_{0};
   const uint64_t enqueued_ = ticks();

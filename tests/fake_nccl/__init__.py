@@ -30,7 +30,10 @@ def build() -> str:
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             made = Path(folder, library.name)
             flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-fPIC", "-shared", "-pthread"]
-            flags += ["-fvisibility=hidden", "-Wl,-Bsymbolic"]  # it calls itself, not what torch has loaded
+            flags += [
+                "-fvisibility=hidden",
+                "-Wl,-Bsymbolic",
+            ]  # it calls itself, not what torch has loaded
             command = ["g++", *flags, str(SOURCE), "-o", str(made)]
             subprocess.run(command, check=True, capture_output=True, text=True)
             os.replace(made, library)  # noqa: PTH105  (atomic)

@@ -1,12 +1,13 @@
-// An NCCL and a CUDA runtime of our own, over host memory, so that csrc/nccl/ can be run and made to
-// fail without a GPU. Ranks are processes; they meet in a file under FAKE_NCCL_DIR.
+// An NCCL and a CUDA runtime of our own, over host memory, so that csrc/nccl/ can be run and made
+// to fail without a GPU. Ranks are processes; they meet in a file under FAKE_NCCL_DIR.
 //
 // Its limits:
 // - A stream is a thread, a kernel a function that it runs: nothing is said about speed, about real
 //   kernels, about memory order, or about what a GPU does with many streams at once.
 // - All host memory counts as memory of device 0, unless fake_place() says otherwise.
 // - One rank's part of a collective takes at most 256 KiB, a message 64 KiB; 8 ranks at most.
-// - Calls that differ between ranks hang until the communicator is aborted, as NCCL's often do; here
+// - Calls that differ between ranks hang until the communicator is aborted, as NCCL's often do;
+// here
 //   they always do. A rank that dies leaves the others hanging.
 // - Reductions run in rank order, in float for 16-bit types; 8-bit floats are not reduced.
 // - Graphs keep the order in which they were captured, and do not notice streams left unjoined.
@@ -251,7 +252,7 @@ void reduce(ncclComm* comm, void* output, size_t first, size_t count, RedOp op) 
     Wide total = from(0, i);
     for (int rank = 1; rank < comm->world; ++rank) {
       const Wide value = from(rank, i);
-      total = op == kProd ? static_cast<Wide>(total * value)
+      total = op == kProd  ? static_cast<Wide>(total * value)
               : op == kMax ? std::max(total, value)
               : op == kMin ? std::min(total, value)
                            : static_cast<Wide>(total + value);
@@ -667,7 +668,8 @@ API Result ncclCommShrink(ncclComm* comm, int* list, int length, ncclComm** plac
                           int flags) {
   if (!is_valid(config)) return refuse(Result::kInvalidArgument, "the configuration is malformed");
   if (comm->stopped && flags != kShrinkAbort)
-    return refuse(Result::kInvalidUsage, "a stopped communicator shrinks by NCCL_SHRINK_ABORT only");
+    return refuse(Result::kInvalidUsage,
+                  "a stopped communicator shrinks by NCCL_SHRINK_ABORT only");
   std::string path = comm->path + ".k" + std::to_string(++comm->children);
   int rank = comm->rank;
   for (int i = 0; i < length; ++i) {
