@@ -522,6 +522,59 @@ def test_windows_need_a_newer_library(tmp_path: Path, monkeypatch: pytest.Monkey
     comm.shutdown()
 
 
+def test_the_environment_chooses_the_library(tmp_path: Path) -> None:
+    """PYCOMM_NCCL_LIB, PYCOMM_CUDART_LIB, PYCOMM_CHECK and PYCOMM_HEARTBEAT_MS reach the communicator."""
+
+    def worker(fake: Fake) -> Any:
+        from datetime import timedelta
+
+        from pycomm.nccl import create_nccl_communicator, load_api
+
+        comm = create_nccl_communicator(
+            fake.store, fake.rank, fake.world_size, timedelta(seconds=20), max_ctas=4
+        )
+        t = torch.ones(2 + fake.rank)
+        result = attempt(lambda: comm.all_reduce(t))
+        comm.shutdown()
+        return result, load_api().path
+
+    library = build()
+    env = {
+        "PYCOMM_NCCL_LIB": library,
+        "PYCOMM_CUDART_LIB": library,
+        "PYCOMM_CHECK": "full",
+        "PYCOMM_HEARTBEAT_MS": "50",
+    }
+    for result, path in ranks(2, worker, tmp_path, env=env):
+        assert path == library
+        assert isinstance(result, Refused)
+        assert result.kinds[0] == "MismatchError"
+
+
+def test_what_was_stopped_never_counts_as_done(tmp_path: Path) -> None:
+    """A kernel ends when NCCL is stopped, as if it had worked; whoever polls just then must not believe it."""
+
+    def worker(fake: Fake) -> list[str]:
+        import torch.distributed as dist
+
+        seen = []
+        for turn in range(12):
+            comm = fake.communicator(store=dist.PrefixStore(str(turn), fake.store))
+            comm.barrier()
+            fake.fault("kernel_hang", 2)
+            t = torch.ones(2)
+            work = attempt(lambda: comm.all_reduce(t, async_op=True))  # noqa: B023
+            if fake.rank == turn % 2:
+                comm.abort("enough")
+            result = work if isinstance(work, Refused) else attempt(work.synchronize)
+            seen.append(result.kinds[0] if isinstance(result, Refused) else "done")
+            fake.calls.fake_clear_faults()
+            comm.shutdown()
+        return seen
+
+    assert ranks(2, worker, tmp_path) == [["AbortedError"] * 12] * 2
+
+
 def test_after_shutdown(tmp_path: Path) -> None:
     fake = Fake(build(), str(tmp_path), 0, 1)
     comm = fake.communicator()

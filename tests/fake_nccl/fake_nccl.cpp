@@ -595,6 +595,7 @@ Result begin(ncclComm* comm, ncclComm** place) {
     int value = 0;
     if (fault("init_error", 0, &value)) return refuse(static_cast<Result>(value), "planted");
     if (fault("init_hang")) comm->hang();
+    if (comm->stopped) return Result::kInternalError;
     comm->attach();
     return comm->meet() ? Result::kSuccess : Result::kInternalError;
   });
@@ -618,7 +619,7 @@ API Result ncclCommInitRankConfig(ncclComm** place, int world, UniqueId id, int 
 API Result ncclCommFinalize(ncclComm* comm) {
   return start(comm, comm->blocking, [comm] {
     if (fault("finalize_hang")) comm->hang();
-    return comm->barrier() ? Result::kSuccess : Result::kInternalError;
+    return !comm->stopped && comm->barrier() ? Result::kSuccess : Result::kInternalError;
   });
 }
 API Result ncclCommDestroy(ncclComm* comm) {
