@@ -397,6 +397,28 @@ def test_an_abort_that_hangs(tmp_path: Path) -> None:
     assert all(quick for _, quick in results)
 
 
+def test_an_interrupt_while_meeting(tmp_path: Path) -> None:
+    """Ctrl-C ends the wait for the others at once, and they are told."""
+
+    def worker(fake: Any) -> Any:
+        import threading
+
+        comm = fake.communicator(25)
+        if fake.rank == 0:
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+            result = attempt(comm.connect, KeyboardInterrupt)  # type: ignore[arg-type]
+            comm.shutdown()
+            return result
+        deadline = time.monotonic() + 10
+        while comm.failure_report() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return attempt(comm.connect)
+
+    results = ranks(2, worker, tmp_path)
+    assert kinds(results) == ["KeyboardInterrupt", "AbortedError"]
+    assert "rank 0 was interrupted in making its NCCL communicator" in results[1].message
+
+
 # of communicators
 
 

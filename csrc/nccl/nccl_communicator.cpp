@@ -224,9 +224,8 @@ std::shared_ptr<Pending> NcclCommunicator::launch(Batch& batch) {
       const Error told = fail(error);
       tell_failure(told.what());
       throw told;
-    } catch (...) {  // an interrupt
-      fail(Error(ErrorKind::kAborted, concat("rank ", rank(), " was interrupted in a call to NCCL"),
-                 {Cause::kInterrupted, rank()}));
+    } catch (...) {
+      fail_interrupted("a call to NCCL");
       throw;
     }
   }

@@ -168,9 +168,10 @@ class NcclCommunicator : public Communicator {
 
   // nccl_diagnosis.cpp: what became of an operation
   void check_entry();
-  Error fail(const Error& error);         // the first counts; returns it
-  void take_failure(const Error& error);  // as fail(), of another rank's
-  bool read_failure();                    // from the board
+  Error fail(const Error& error);           // the first counts; returns it
+  void take_failure(const Error& error);    // as fail(), of another rank's
+  void fail_interrupted(const char* what);  // by Ctrl-C, or another signal whose handler raised
+  bool read_failure();                      // from the board
   void publish_state();
   std::optional<PeerState> peer_state(int rank) const;
   void reap();

@@ -193,6 +193,11 @@ void NcclCommunicator::take_failure(const Error& error) {
   stop_lanes();
 }
 
+void NcclCommunicator::fail_interrupted(const char* what) {
+  fail(Error(ErrorKind::kAborted, concat("rank ", rank(), " was interrupted in ", what),
+             {Cause::kInterrupted, rank()}));
+}
+
 bool NcclCommunicator::read_failure() {
   if (failed_) return true;
   std::optional<Told> told;

@@ -44,6 +44,9 @@ void NcclCommunicator::connect(int device) {
     lane_on(on);
   } catch (const Error& error) {
     throw fail(error);
+  } catch (...) {
+    fail_interrupted("making its NCCL communicator");
+    throw;
   }
 }
 
@@ -191,6 +194,9 @@ std::shared_ptr<NcclCommunicator> NcclCommunicator::split(int color, int key, in
     return made;
   } catch (const Error& error) {
     throw fail(error);
+  } catch (...) {
+    fail_interrupted("a split");
+    throw;
   }
 }
 
