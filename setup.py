@@ -89,10 +89,10 @@ def core_extension() -> Extension:
     """The communication core: pybind11, but no torch."""
     extension = Extension(
         "pycomm._core",
-        sources=sources("*.cpp", "kernels/*.cpp", "shm/*.cpp"),
+        sources=sources("*.cpp", "kernels/*.cpp", "shm/*.cpp", "nccl/*.cpp"),
         include_dirs=[pybind11.get_include()],
         extra_compile_args={"cxx": CXX_FLAGS, "nvcc": NVCC_FLAGS},
-        extra_link_args=["-Wl,--strip-all"],
+        extra_link_args=["-Wl,--strip-all", "-ldl"],
         language="c++",
     )
     if CUDA:

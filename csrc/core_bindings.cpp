@@ -334,6 +334,7 @@ PYBIND11_MODULE(_core, m) {
   pycomm::bind_errors();
   pycomm::bind_codec(m);
   pycomm::bind_communicator(m);
+  pycomm::bind_nccl(m);
   pycomm::bind_shm(m);
   pycomm::bind_kernels(m);
   m.def("support_table", &pycomm::support_table,

@@ -59,11 +59,11 @@ bool to_dtype(const dlpack::DataType& type, DType* dtype) {
   return false;
 }
 
-TensorView checked_view(const dlpack::Tensor& tensor, const Caller& caller) {
+TensorView checked_view(const dlpack::Tensor& tensor, const Caller& caller, bool gpu) {
   TensorView view;
   view.count = 1;
   for (int dim = 0; dim < tensor.dimensions; ++dim) view.count *= tensor.shape[dim];
-  PYCOMM_CHECK(tensor.device.type == dlpack::kCpu || tensor.device.type == dlpack::kCudaHost,
+  PYCOMM_CHECK(gpu || tensor.device.type == dlpack::kCpu || tensor.device.type == dlpack::kCudaHost,
                kInvalidArgument, caller, ": a tensor of ", view.count,
                " elements is on a device of DLPack type ", tensor.device.type,
                ", but this communicator works on CPU memory");
@@ -132,12 +132,12 @@ void check_not_lazy(const py::handle& object, const dlpack::Tensor& tensor, cons
 
 }  // namespace
 
-TensorView view_of(const py::handle& object, const Caller& caller) {
+TensorView view_of(const py::handle& object, const Caller& caller, bool gpu) {
   dlpack::Tensor tensor;
   if (const auto* api = exchange_api(Py_TYPE(object.ptr()))) {
     if (api->borrow(object.ptr(), &tensor) != 0) throw_not_plain(object, caller);
     check_not_lazy(object, tensor, caller);
-    return checked_view(tensor, caller);
+    return checked_view(tensor, caller, gpu);
   }
   PYCOMM_CHECK(py::hasattr(object, "__dlpack__"), kInvalidArgument, caller,
                ": expected a tensor, got ", std::string(py::str(py::type::handle_of(object))));
@@ -147,7 +147,7 @@ TensorView view_of(const py::handle& object, const Caller& caller) {
     auto* managed =
         static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
     if (!managed) throw py::error_already_set();
-    TensorView view = checked_view(managed->tensor, caller);
+    TensorView view = checked_view(managed->tensor, caller, gpu);
     view.shape = {};  // the capsule's
     return view;
   } catch (const py::error_already_set&) {

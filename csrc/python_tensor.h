@@ -29,6 +29,7 @@ std::ostream& operator<<(std::ostream& stream, const Caller& caller);
 
 // Raises InvalidArgument for a tensor that is not on the CPU, not contiguous (row-major), or of an
 // unknown dtype. The view is valid while the object lives.
-TensorView view_of(const pybind11::handle& object, const Caller& caller);
+// With `gpu`, memory of any device is taken: the communicator looks where it is.
+TensorView view_of(const pybind11::handle& object, const Caller& caller, bool gpu = false);
 
 }  // namespace pycomm
