@@ -170,7 +170,8 @@ def test_accuracy(tmp_path: Path) -> None:
     assert [row[0] for row in found] == ["digits", *names, "gpt", *names]
     for run, row in zip(runs, [row for row in found if row[0] in names], strict=True):
         assert row[1] == f"{run.loss:.4f}"
-        assert abs(float(row[3])) < 1, "a few steps do not drive weights apart"
+        if run.compressor in accuracy.BARS:  # those that send every value
+            assert abs(float(row[3])) < 1, "a few steps do not drive weights apart"
         assert run.curve[-1] < run.curve[0], "nothing was learned"
     losses = [run.loss for run in runs if run.task == "gpt"]
     assert len(set(losses)) == len(losses), (
