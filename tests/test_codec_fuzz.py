@@ -56,7 +56,7 @@ class Case:
     def residual(self) -> torch.Tensor:
         """Small, of all values."""
         chance = np.random.default_rng(self.seed + 1)
-        values = np.ldexp(chance.standard_normal(self.count), -self.spread).astype(np.float32)
+        values = (chance.standard_normal(self.count) * 2.0**-self.spread).astype(np.float32)
         return torch.from_numpy(values)
 
     def parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
