@@ -254,10 +254,8 @@ struct LaneEncoder {
   }
   __device__ PYCOMM_ALWAYS_INLINE int32_t random_bits(int64_t at) const {
     const uint64_t number = static_cast<uint64_t>(call.first + at);
-    const uint32_t high =
-        static_cast<uint32_t>(call.seed >> 32) + static_cast<uint32_t>(number >> 32);
-    return static_cast<int32_t>(
-        random_24_bits(static_cast<uint32_t>(number), static_cast<uint32_t>(call.seed), high));
+    return static_cast<int32_t>(random_24_bits(static_cast<uint32_t>(number),
+                                               static_cast<uint32_t>(number >> 32), call.seed));
   }
 
   // Encodes value `at` of the call, which becomes what it decodes to; false if it is marked as
