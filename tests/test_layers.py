@@ -21,6 +21,7 @@ LAYERS: Final = (
         r"(common|error|interrupt|python_interrupt|forks|clock|call_site|test_fault)\.h",
         0,
     ),
+    (r"process\.(h|cpp)", 0),
     (r"kernels/.*", 1),
     (r"slots\.h", 2),
     (r"algorithms/.*", 3),

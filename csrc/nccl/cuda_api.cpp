@@ -1,34 +1,21 @@
 #include "cuda_api.h"
 
 #include <dlfcn.h>
-#include <unistd.h>
 
+#include "library.h"
 #include "nccl_api.h"
 
 namespace pycomm::nccl {
-namespace {
-
-// Which file to open: of several that are loaded any, since each carries the state of its own
-// version only, and the devices are the driver's.
-std::string choose(const std::string& path, const std::vector<std::string>& candidates) {
-  if (!path.empty()) return path;
-  const std::vector<std::string> loaded = loaded_libraries("libcudart.so");
-  if (!loaded.empty()) return loaded.front();
-  for (const std::string& candidate : candidates)
-    if (access(candidate.c_str(), R_OK) == 0) return candidate;
-  throw Error(ErrorKind::kError,
-              "no CUDA runtime is loaded in this process. Install a CUDA build of torch, or set "
-              "PYCOMM_CUDART_LIB to libcudart.so.");
-}
-
-}  // namespace
-
 std::shared_ptr<const CudaApi> CudaApi::load(const std::string& path,
                                              const std::vector<std::string>& candidates) {
   auto api = std::make_shared<CudaApi>();
-  api->path_ = choose(path, candidates);
-  void* library = dlopen(api->path_.c_str(), RTLD_NOW | RTLD_LOCAL);  // for the process's life
-  PYCOMM_CHECK(library, kError, "the CUDA runtime does not load: ", dlerror());
+  // Of several that are loaded any: each carries the state of its own version only, and the devices
+  // are the driver's.
+  api->path_ = find_library(path, loaded_libraries("libcudart.so"), candidates);
+  PYCOMM_CHECK(!api->path_.empty(), kError,
+               "no CUDA runtime is loaded in this process. Install a CUDA build of torch, or set "
+               "PYCOMM_CUDART_LIB to libcudart.so.");
+  void* library = open_library(api->path_, "the CUDA runtime");
 #define PYCOMM_FIND(member, symbol, parameters)                                   \
   api->member = reinterpret_cast<decltype(api->member)>(dlsym(library, #symbol)); \
   PYCOMM_CHECK(api->member, kError, api->path_,                                   \

@@ -1,10 +1,10 @@
 #include "nccl_api.h"
 
 #include <dlfcn.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <fstream>
+
+#include "library.h"
 
 namespace pycomm::nccl {
 
@@ -58,20 +58,6 @@ const char* advice_for(Result result) {
   }
 }
 
-std::vector<std::string> loaded_libraries(const std::string& prefix) {
-  std::vector<std::string> found;
-  std::ifstream maps("/proc/self/maps");
-  for (std::string line; std::getline(maps, line);) {
-    const size_t path = line.find('/');
-    if (path == std::string::npos) continue;
-    const std::string file = line.substr(path);
-    if (file.compare(file.rfind('/') + 1, prefix.size(), prefix) == 0 &&
-        std::find(found.begin(), found.end(), file) == found.end())
-      found.push_back(file);
-  }
-  return found;
-}
-
 namespace {
 
 std::string list(const std::vector<std::string>& names) {
@@ -80,30 +66,20 @@ std::string list(const std::vector<std::string>& names) {
   return text;
 }
 
-// Which file to open.
-std::string choose(const std::string& path, const std::vector<std::string>& candidates) {
-  if (!path.empty()) return path;
-  const std::vector<std::string> loaded = loaded_libraries("libnccl.so");
-  PYCOMM_CHECK(loaded.size() <= 1, kError,
-               "several NCCL libraries are loaded in this process: ", list(loaded),
-               ". Set PYCOMM_NCCL_LIB to the one that torch uses.");
-  if (!loaded.empty()) return loaded.front();
-  for (const std::string& candidate : candidates)
-    if (access(candidate.c_str(), R_OK) == 0) return candidate;
-  throw Error(ErrorKind::kError,
-              concat("no NCCL library is loaded in this process",
-                     candidates.empty() ? "" : ", and there is none at ", list(candidates),
-                     ". Install a CUDA build of torch, or set PYCOMM_NCCL_LIB to libnccl.so.2."));
-}
-
 }  // namespace
 
 std::shared_ptr<const NcclApi> NcclApi::load(const std::string& path,
                                              const std::vector<std::string>& candidates) {
+  const std::vector<std::string> loaded = loaded_libraries("libnccl.so");
+  PYCOMM_CHECK(!path.empty() || loaded.size() <= 1, kError,
+               "several NCCL libraries are loaded in this process: ", list(loaded),
+               ". Set PYCOMM_NCCL_LIB to the one that torch uses.");
   auto api = std::make_shared<NcclApi>();
-  api->path_ = choose(path, candidates);
-  void* library = dlopen(api->path_.c_str(), RTLD_NOW | RTLD_LOCAL);  // for the process's life
-  PYCOMM_CHECK(library, kError, "the NCCL library does not load: ", dlerror());
+  api->path_ = find_library(path, loaded, candidates);
+  PYCOMM_CHECK(!api->path_.empty(), kError, "no NCCL library is loaded in this process",
+               candidates.empty() ? "" : ", and there is none at ", list(candidates),
+               ". Install a CUDA build of torch, or set PYCOMM_NCCL_LIB to libnccl.so.2.");
+  void* library = open_library(api->path_, "the NCCL library");
   api->fill(library);
   return api;
 }

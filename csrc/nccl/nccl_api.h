@@ -112,7 +112,4 @@ class NcclApi {
   int version_ = 0;
 };
 
-// The files of this process's memory map whose name begins like this: "libnccl.so".
-std::vector<std::string> loaded_libraries(const std::string& prefix);
-
 }  // namespace pycomm::nccl

@@ -14,6 +14,13 @@ namespace {
 
 using Clock = NcclWork::Clock;
 
+// The groups that this thread has begun.
+template <class Batch>
+std::map<const NcclCommunicator*, Batch>& open_groups() {
+  static thread_local std::map<const NcclCommunicator*, Batch> groups;
+  return groups;
+}
+
 }  // namespace
 
 NcclCommunicator::NcclCommunicator(Apis apis, std::shared_ptr<Board> board, int rank,
@@ -43,6 +50,7 @@ NcclCommunicator::NcclCommunicator(Apis apis, std::shared_ptr<Board> board, int 
 
 NcclCommunicator::~NcclCommunicator() {
   if (is_forked()) return;
+  open_groups<Batch>().erase(this);  // another one may come to lie here
   closing_ = true;
   Watchdog::instance().remove(this);
   if (settings_.heartbeat.count() > 0) publish_state();
@@ -147,13 +155,6 @@ std::shared_ptr<Pending> NcclCommunicator::post(const Message& message,
   call.message = message;
   call.keep_alive = std::move(keep_alive);
   return add_or_launch(std::move(call), device, message.stream, true);
-}
-
-// The groups that this thread has begun.
-template <class Batch>
-static std::map<const NcclCommunicator*, Batch>& open_groups() {
-  static thread_local std::map<const NcclCommunicator*, Batch> groups;
-  return groups;
 }
 
 std::shared_ptr<Pending> NcclCommunicator::add_or_launch(Call call, int device, Stream stream,

@@ -1,11 +1,10 @@
 // What a rank tells the others, and what it says when an operation ends without its data.
-#include <signal.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <fstream>
 #include <sstream>
 
+#include "../process.h"
 #include "nccl_communicator.h"
 #include "watchdog.h"
 
@@ -25,26 +24,14 @@ constexpr int kMostDescribed = 8;
 constexpr const char* kFailureKey = "failure";
 std::string state_key(int rank) { return concat("state/", rank); }
 
-// When the process was started, in the kernel's ticks; 0: there is no such process.
+// When the process was started; 0: there is no such process, or it has ended.
 uint64_t start_time(int pid) {
-  std::ifstream file(concat("/proc/", pid, "/stat"));
-  std::string text;
-  if (!std::getline(file, text)) return 0;
-  std::istringstream rest(text.substr(text.rfind(')') + 2));
-  std::string word;
-  for (int field = 3; field <= 22; ++field) rest >> word;
-  if (text[text.rfind(')') + 2] == 'Z') return 0;
-  return std::stoull(word);
+  const std::optional<ProcessStat> found = stat_of(pid);
+  return found && found->state != 'Z' ? found->start_time : 0;
 }
 
 // The same for processes that see each other's ids.
-std::string host_key() {
-  std::string boot;
-  std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), boot);
-  char space[64] = "";
-  const ssize_t length = readlink("/proc/self/ns/pid", space, sizeof space - 1);
-  return concat(boot, "/", std::string(space, static_cast<size_t>(std::max<ssize_t>(length, 0))));
-}
+std::string host_key() { return concat(boot_id(), "/", own_pid_namespace()); }
 
 std::string encode(const Error& error, int rank) {
   return concat(static_cast<int>(error.kind()), " ", static_cast<int>(error.blame().cause), " ",

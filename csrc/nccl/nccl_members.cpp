@@ -1,5 +1,6 @@
 // NCCL's communicators: how ranks meet, part, become fewer and more.
 #include <algorithm>
+#include <cctype>
 #include <cstdio>
 #include <cstring>
 #include <thread>
@@ -26,7 +27,9 @@ std::string to_hex(const UniqueId& id) {
 }
 
 bool from_hex(const std::string& text, UniqueId* id) {
-  if (text.size() != 2 * kUniqueIdBytes) return false;
+  const auto is_digit = [](unsigned char letter) { return std::isxdigit(letter) != 0; };
+  if (text.size() != 2 * kUniqueIdBytes || !std::all_of(text.begin(), text.end(), is_digit))
+    return false;
   for (int i = 0; i < kUniqueIdBytes; ++i)
     id->internal[i] = static_cast<char>(std::stoi(text.substr(2 * i, 2), nullptr, 16));
   return true;

@@ -3,6 +3,8 @@
 #include <cmath>
 #include <cstring>
 
+#include "../kernels/isa.h"
+
 namespace pycomm::nccl {
 namespace {
 
@@ -11,20 +13,6 @@ Scalar pack(T value) {
   Scalar scalar{};
   std::memcpy(scalar.bytes, &value, sizeof value);
   return scalar;
-}
-
-// IEEE half precision: ten bits of fraction, rounded to nearest, ties to even.
-uint16_t to_half(double value) {
-  const uint16_t sign = std::signbit(value) ? 0x8000 : 0;
-  const double size = std::fabs(value);
-  if (std::isnan(value)) return sign | 0x7e00;
-  if (size >= 65520) return sign | 0x7c00;
-  int exponent = 0;
-  std::frexp(size, &exponent);
-  const int unit = std::max(exponent - 11, -24);  // of the last place
-  const auto steps = static_cast<int>(std::nearbyint(std::ldexp(size, -unit)));
-  // A subnormal's steps are its bits; of others the leading one adds one to the exponent's field.
-  return static_cast<uint16_t>(sign + (unit == -24 ? steps : steps + ((unit + 24) << 10)));
 }
 
 uint16_t to_bfloat16(float value) {
@@ -126,7 +114,7 @@ Reduction to_reduce(DType dtype, ReduceOp op, const NcclApi& api, const std::str
 Scalar to_scalar(double value, DataType type) {
   switch (type) {
     case DataType::kFloat16:
-      return pack(to_half(value));
+      return pack(float_to_half(static_cast<float>(value)));
     case DataType::kBFloat16:
       return pack(to_bfloat16(static_cast<float>(value)));
     case DataType::kFloat32:
