@@ -37,6 +37,7 @@ class PowerSGD(Reduced):
     """
 
     format: ClassVar[str] = "low rank"
+    apart: ClassVar[bool] = True
     rank: int = 4
 
     def __post_init__(self) -> None:
@@ -56,19 +57,8 @@ class PowerSGD(Reduced):
         n, m = _shape(parameter)
         return 4 * (n + m) * self.rank < parameter.nbytes
 
-    def average(
-        self,
-        ranks: Ranks,
-        names: Sequence[str],
-        gradients: Sequence[torch.Tensor],
-        share: float | None,
-        memory: Memory,
-    ) -> None:
+    def _exchange(self, ranks: Ranks, opened: Sequence[Opened], memory: Memory) -> None:
         """See Reduced. Two all_reduces."""
-        if not names:
-            return
-        named = zip(names, gradients, strict=True)
-        opened = self._open(named, share, ranks.world_size, memory, apart=True)
         matrices = [one.flat.view(_shape(one.gradient)) for one in opened]
         left, ps = self._pack([len(matrix) for matrix in matrices], len(opened))
         used = left[-len(opened) :]
@@ -87,7 +77,6 @@ class PowerSGD(Reduced):
                 self._finish(one, matrices[i], factors, ranks.world_size, memory)
             else:
                 one.flat.zero_()
-            one.close()
 
     def approximate(
         self, name: str, values: torch.Tensor, memory: Memory

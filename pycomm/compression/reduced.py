@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -41,7 +41,9 @@ class Reduced(Compressor):
 
     error_feedback: bool = True
 
-    @abstractmethod
+    #: Whether a gradient plus residual is made apart from the gradient, which stays as it was meanwhile.
+    apart: ClassVar[bool] = False
+
     def average(
         self,
         ranks: Ranks,
@@ -51,6 +53,17 @@ class Reduced(Compressor):
         memory: Memory,
     ) -> None:
         """Collective: averages gradients that travel together, in place. `share`: this rank's weight; None: as all."""
+        if not names:
+            return
+        named = zip(names, gradients, strict=True)
+        opened = self._open(named, share, ranks.world_size, memory)
+        self._exchange(ranks, opened, memory)
+        for one in opened:
+            one.close()
+
+    @abstractmethod
+    def _exchange(self, ranks: Ranks, opened: Sequence[Opened], memory: Memory) -> None:
+        """Collective: of every parameter, `flat` becomes the sum over the ranks of what they send of it."""
 
     @abstractmethod
     def approximate(
@@ -68,14 +81,13 @@ class Reduced(Compressor):
         share: float | None,
         world_size: int,
         memory: Memory,
-        apart: bool = False,
     ) -> list[Opened]:
         """Gradients plus residuals: where the gradients lie, or apart from them."""
         opened = []
         for name, gradient in named:
             flat = gradient.detach().reshape(-1).float()  # the gradient itself, if it is float32
             low, high = flat.aminmax()
-            out = None if apart else flat
+            out = None if self.apart else flat
             by, scale = (torch.div, world_size) if share is None else (torch.mul, share)
             flat = by(flat, scale, out=out)
             residual = memory.residual(name, flat.numel()) if self.error_feedback else None

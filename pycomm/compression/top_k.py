@@ -48,19 +48,8 @@ class TopK(Reduced):
         sent = self.count_of(parameter.numel()) * (4 + _index_dtype(parameter.numel()).itemsize)
         return world_size * sent < 2 * parameter.nbytes
 
-    def average(
-        self,
-        ranks: Ranks,
-        names: Sequence[str],
-        gradients: Sequence[torch.Tensor],
-        share: float | None,
-        memory: Memory,
-    ) -> None:
+    def _exchange(self, ranks: Ranks, opened: Sequence[Opened], memory: Memory) -> None:
         """See Reduced. One all_gather."""
-        if not names:
-            return
-        named = zip(names, gradients, strict=True)
-        opened = self._open(named, share, ranks.world_size, memory)
         chosen = [largest(one.flat, self.count_of(one.flat.numel())) for one in opened]
         own = _Selection.of(opened, chosen)
         everyone = own.gather(ranks)
@@ -73,7 +62,6 @@ class TopK(Reduced):
                 _add_up(one, [(o.indices[part], o.values[part]) for o in everyone], indices)
             else:
                 one.flat.zero_()
-            one.close()
 
     def approximate(
         self, name: str, values: torch.Tensor, memory: Memory
