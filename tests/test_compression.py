@@ -11,7 +11,8 @@ from typing import Any, Final
 import pytest
 import torch
 import torch.distributed as dist
-from harness import G, attempt, run
+from gradients import batch, everywhere, load, net, save
+from harness import attempt, run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDdp
 
@@ -24,19 +25,6 @@ from pycomm.optim import GradScaler
 NAMES: Final = ("fp16", "bf16", "fp8", "fp8_e5m2", "int8")
 #: Half the distance of neighbours at 1, for int8 by a block's largest; twice, for two roundings.
 BOUND: Final = {"fp16": 2**-10, "bf16": 2**-7, "fp8": 2**-3, "fp8_e5m2": 2**-2, "int8": 1 / 127}
-
-
-def net(seed: int = 0) -> nn.Sequential:
-    """Two layers of weights and biases, the first ones large enough to be compressed."""
-    torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 1)
-    )
-
-
-def batch(rank: int, step: int, count: int = 8) -> torch.Tensor:
-    """Different on every rank and in every step."""
-    return torch.randn(count, 40, generator=G(1000 * step + rank))
 
 
 def train(
@@ -81,13 +69,6 @@ def mean_gradients(n: int, step: int) -> torch.Tensor:
         total = own if total is None else total + own
     assert total is not None
     return total / n
-
-
-def everywhere(tensor: torch.Tensor) -> bool:
-    """Whether all ranks have the same bits."""
-    others = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(others, tensor)
-    return all(torch.equal(tensor, other) for other in others)
 
 
 # ---- DDP ------------------------------------------------------------------------------------------------------------
@@ -288,21 +269,6 @@ def build(
         net(), compression=name, error_feedback=True, **arguments
     )
     return model, sgd(model)
-
-
-def save(model: pycomm.DistributedDataParallel, optimizer: torch.optim.SGD) -> bytes:
-    """Everything."""
-    return pickle.dumps(
-        (model.state_dict(), model.compression_state_dict(), optimizer.state_dict())
-    )
-
-
-def load(model: pycomm.DistributedDataParallel, optimizer: torch.optim.SGD, blob: bytes) -> None:
-    """The same."""
-    of_model, of_compression, of_optimizer = pickle.loads(blob)
-    model.load_state_dict(of_model)
-    model.load_compression_state_dict(of_compression)
-    optimizer.load_state_dict(of_optimizer)
 
 
 @pytest.mark.parametrize("name", ["fp16", "int8"])

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
+import threading
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from gradients import batch, everywhere, net, new_group
 from harness import G, attempt, run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDdp
@@ -17,27 +20,13 @@ from torch.nn.parallel import DistributedDataParallel as TorchDdp
 import pycomm
 from pycomm.backend import get_communicator
 from pycomm.compression import FP16, Averager, HookState, Int8, PowerSGD, TopK, hook
+from pycomm.compression.background import Background
 from pycomm.compression.carrier import ForeignCarrier, carrier_of
 from pycomm.compression.codecs import NAMED
 from pycomm.extension import core
 
 CODECS = sorted({(made.format, made().block) for made in NAMED.values()})
 COUNTS = [0, 1, 63, 64, 65, 257, 1000, 4097, 20_000]
-
-
-def foreign(backend: str = "gloo") -> dist.ProcessGroup:
-    """A group of another backend over all ranks."""
-    group = dist.new_group(backend=backend)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
-
-
-def everywhere(tensor: torch.Tensor) -> bool:
-    """Whether all ranks have the same bits."""
-    flat = tensor.contiguous().flatten().view(torch.uint8)
-    others = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
-    dist.all_gather(others, flat)
-    return all(torch.equal(flat, other) for other in others)
 
 
 def bits(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -50,7 +39,7 @@ def test_bits_are_those_of_shared_memory(n: int) -> None:
     """Values and residuals, for lists of any lengths and dtypes, with factors, divisors and chance."""
 
     def worker(rank: int, n: int) -> None:
-        ours, theirs = get_communicator(), ForeignCarrier(foreign())
+        ours, theirs = get_communicator(), ForeignCarrier(new_group("gloo"))
         assert (theirs.rank, theirs.world_size) == (rank, n)
         for codec in (core.Codec(*one) for one in CODECS):
             for count in COUNTS:
@@ -84,7 +73,7 @@ def test_plain_sums() -> None:
     def worker(rank: int, n: int) -> None:
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
             tensors = [torch.full((3, 2), 2.0**15, dtype=dtype), torch.ones(5, dtype=dtype)]
-            carrier_of(foreign()).compressed_all_reduce(
+            carrier_of(new_group("gloo")).compressed_all_reduce(
                 tensors, core.Codec("fp32"), factor=2.0, divisor=2.0 * n
             )
             assert tensors[0].eq(2.0**15).all()  # the sum is no float16
@@ -97,7 +86,7 @@ def test_all_reduce_and_sync_gradients() -> None:
     """The public calls, on a group of either backend."""
 
     def worker(rank: int, n: int) -> None:
-        gloo = foreign()
+        gloo = new_group("gloo")
         results = []
         for group in (None, gloo):
             value = torch.arange(300.0) * (rank + 1)
@@ -146,17 +135,6 @@ def test_residuals_go_with_the_parameters() -> None:
     run(2, worker)
 
 
-def net() -> nn.Sequential:
-    """The same on all ranks."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 1))
-
-
-def batch(rank: int, step: int) -> torch.Tensor:
-    """Different on every rank and in every step."""
-    return torch.randn(8, 40, generator=G(1000 * step + rank))
-
-
 def train(model: nn.Module, rank: int, steps: range) -> list[torch.Tensor]:
     """Gradients of every step."""
     found = []
@@ -176,7 +154,7 @@ def test_ddp_over_gloo(compressor: Any) -> None:
     """Ours, and torch's with a HookState, a compressor itself, or a state from before the model: the same bits."""
 
     def worker(rank: int, n: int) -> None:
-        gloo = foreign()
+        gloo = new_group("gloo")
         ours = pycomm.DistributedDataParallel(net(), process_group=gloo, compression=compressor)
         theirs = [TorchDdp(net(), process_group=gloo) for _ in range(2)]
         early = HookState(compressor, None, gloo)
@@ -193,8 +171,8 @@ def test_ddp_over_gloo(compressor: Any) -> None:
             for a, b in zip(results[0], train(exact, rank, range(4)), strict=True):
                 assert torch.allclose(a, b, rtol=2**-9, atol=1e-5)
         if compressor.error_feedback:
-            assert set(ours.compression_residuals()) == {"0.weight"}
-            assert set(early.residuals()) == {"0"}
+            assert set(ours.compression_residuals()) == {"0.weight", "2.weight"}
+            assert set(early.residuals()) == {"0", "2"}
             again = HookState(compressor, None, gloo)
             resumed = TorchDdp(ours.module, process_group=gloo)
             resumed.register_comm_hook(again, hook)
@@ -204,7 +182,7 @@ def test_ddp_over_gloo(compressor: Any) -> None:
             )
         ours.set_weight(1.0 + rank)
         assert everywhere(train(ours, rank, range(5, 6))[0])
-        ours._update_process_group(foreign("pycomm"))
+        ours._update_process_group(new_group("pycomm"))
         assert everywhere(train(ours, rank, range(6, 7))[0])
 
     run(2, worker, wall=60)
@@ -220,7 +198,7 @@ def test_buckets_travel_beside_backward(compression: Any) -> None:
         layers = [nn.Linear(64, 64) for _ in range(4)]
         model = pycomm.DistributedDataParallel(
             nn.Sequential(*layers),
-            process_group=foreign(),
+            process_group=new_group("gloo"),
             compression=compression,
             bucket_cap_mb=0.001,
         )
@@ -243,7 +221,7 @@ def test_an_error_in_the_background_ends_backward() -> None:
     """It is raised where backward waits, once for all buckets of the step; the next step goes on."""
 
     def worker(rank: int, n: int) -> None:
-        gloo = foreign()
+        gloo = new_group("gloo")
         model = TorchDdp(net(), process_group=gloo, bucket_cap_mb=0.001)
         state = HookState("int8", model, gloo)
         model.register_comm_hook(state, hook)
@@ -281,7 +259,7 @@ def test_a_compressor_is_a_hooks_state() -> None:
         exact = train(TorchDdp(net()), rank, range(3))
         for a, b in zip(first, exact, strict=True):
             assert 0 < (a - b).norm() < 0.02 * b.norm()
-        assert one.compression_residuals().keys() == {"0.weight"}
+        assert one.compression_residuals().keys() == {"0.weight", "2.weight"}
 
     run(2, worker)
 
@@ -315,7 +293,7 @@ def test_refusals() -> None:
     """In words, before anything is sent."""
 
     def worker(rank: int, n: int) -> list[Any]:
-        gloo = foreign()
+        gloo = new_group("gloo")
         value = torch.ones(100)
         found = [
             attempt(lambda: pycomm.all_reduce(value, group=gloo, timeout=timedelta(seconds=1))),
@@ -344,3 +322,39 @@ def test_no_default_group() -> None:
     """Says what to call."""
     with pytest.raises(pycomm.InvalidArgument, match="init_process_group"):
         carrier_of(None)
+
+
+def test_a_lost_rank_is_told_in_our_words() -> None:
+    """With rank, operation and size, and Gloo's own."""
+
+    def worker(rank: int, n: int) -> Any:
+        gloo = new_group("gloo")
+        value = torch.ones(100_000)
+        pycomm.all_reduce(value, group=gloo, compression="int8")
+        if rank == 1:
+            os._exit(1)
+        return attempt(lambda: pycomm.all_reduce(value, group=gloo, compression="int8"))
+
+    found = run(2, worker, may_die=[1])[0]
+    assert "Error" in found.kinds
+    for words in ("rank 0: all_reduce(count=100000, wire=int8) with ranks [1]", "backend gloo"):
+        assert words in found.message, found.message
+
+
+def test_the_background_leaves_other_threads_alone() -> None:
+    """They have as many OpenMP threads as before; its own thread ends with it."""
+    before = torch.get_num_threads()
+    background = Background()
+    future = background.submit(lambda: torch.full((3,), float(torch.get_num_threads())))
+    assert future.wait().tolist() == [before] * 3
+    found: list[int] = []
+    other = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    other.start()
+    other.join()
+    assert found == [before]
+    thread = background._thread
+    assert thread is not None
+    del background
+    gc.collect()
+    thread.join(timeout=10)
+    assert not thread.is_alive()

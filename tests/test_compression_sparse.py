@@ -12,6 +12,7 @@ from typing import Any, Final
 import pytest
 import torch
 import torch.distributed as dist
+from gradients import batch, everywhere, load, net, new_group, save
 from harness import G, attempt, refused, run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDdp
@@ -24,19 +25,6 @@ from pycomm.errors import InvalidArgument
 
 BOTH: Final = (TopK(0.05), PowerSGD(rank=2))
 WEIGHTS: Final = {"0.weight", "2.weight"}  # of the net below, large enough to be compressed
-
-
-def net(seed: int = 0) -> nn.Sequential:
-    """Two layers of weights and biases, the first ones large enough to be compressed."""
-    torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 1)
-    )
-
-
-def batch(rank: int, step: int, count: int = 8) -> torch.Tensor:
-    """Different on every rank and in every step."""
-    return torch.randn(count, 40, generator=G(1000 * step + rank))
 
 
 def grad_of(parameter: torch.Tensor) -> torch.Tensor:
@@ -57,21 +45,6 @@ def mean_gradients(n: int, step: int) -> dict[str, torch.Tensor]:
     """Of the plain module, in float64 over the ranks' batches."""
     every = [backward(net(), rank, step) for rank in range(n)]
     return {name: torch.stack([one[name].double() for one in every]).mean(0) for name in every[0]}
-
-
-def new_group(backend: str | None = None) -> dist.ProcessGroup:
-    """Of all ranks."""
-    group = dist.new_group(backend=backend)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
-
-
-def everywhere(tensors: dict[str, torch.Tensor]) -> bool:
-    """Whether all ranks have the same bits."""
-    flat = torch.cat([tensor.flatten() for tensor in tensors.values()]).view(torch.int32)
-    others = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
-    dist.all_gather(others, flat)
-    return all(torch.equal(flat, other) for other in others)
 
 
 class Lists:
@@ -158,7 +131,7 @@ def test_top_k_against_reference(n: int, ratio: float) -> None:
             residuals = [one - part for one, part in zip(sums, sent, strict=True)]
             # Exactly: what was sent has left the residual, what was not is all there.
             assert torch.equal(lists.residual, residuals[rank].flatten())
-            assert everywhere({"m": arrived})
+            assert everywhere(arrived)
         assert bool(lists.residual.any()) == (ratio < 1)
 
     run(n, worker)
@@ -238,7 +211,7 @@ def test_power_sgd_against_reference(n: int, rank_of_matrix: int) -> None:
             left = lists.residual.clone()
             dist.all_reduce(left)
             assert (sum(sums) - arrived - left.view(24, 20)).abs().max() < 1e-5
-            assert everywhere({"m": arrived})
+            assert everywhere(arrived)
 
     run(n, worker)
 
@@ -300,7 +273,7 @@ def test_equal_bits_with_other_thread_counts() -> None:
         for compressor in (TopK(0.01), PowerSGD(4), PowerSGD(9)):
             lists = Lists(compressor)
             for step in range(3):
-                assert everywhere({"m": lists.average(values_of(rank, step, 777, 501))})
+                assert everywhere(lists.average(values_of(rank, step, 777, 501)))
 
     run(3, worker, wall=60)
 
@@ -323,7 +296,7 @@ def test_ddp(n: int, compressor: Any) -> None:
             got, plain, want = (
                 backward(model, rank, step), backward(exact, rank, step), mean_gradients(n, step)
             )  # fmt: skip
-            assert everywhere(got)
+            assert everywhere(*got.values())
             for name, gradient in got.items():
                 assert torch.equal(gradient, plain[name]) == (name not in WEIGHTS)
                 sent[name] += gradient
@@ -362,7 +335,7 @@ def test_infinity_and_nan_are_forgotten(compressor: Any, kind: float) -> None:
                     other.average(values_of(rank, step))
                 arrived = one.average(broken(kind, rank, at))
                 assert not arrived.isfinite().all()
-                assert everywhere({"m": arrived})
+                assert everywhere(arrived)
                 assert torch.equal(one.residual, other.residual)
                 for step in (2, 3):
                     got = one.average(values_of(rank, step))
@@ -389,7 +362,7 @@ def test_infinity_in_ddp(compressor: Any) -> None:
         for name, p in model.module.named_parameters():
             assert not p.grad.isfinite().all(), name
         got = backward(model, rank, 2)
-        assert everywhere(got)
+        assert everywhere(*got.values())
         assert all(gradient.isfinite().all() for gradient in got.values())
         assert all(residual.isfinite().all() for residual in model.compression_residuals().values())
 
@@ -427,7 +400,7 @@ def test_unused_parameters_keep_their_residuals(compressor: Any) -> None:
             compressor, Int8
         ):  # which waits for a gradient of its own rank
             assert not torch.equal(kept[1], kept[2])
-        assert everywhere({"b": model.module.b.weight.grad})
+        assert everywhere(model.module.b.weight.grad)
 
     run(2, worker)
 
@@ -481,9 +454,9 @@ def test_modes_of_the_reducer(compressor: Any) -> None:
         plain.zero_grad()
         with plain.no_sync():
             plain(batch(rank, 3)).square().mean().backward()
-        assert not everywhere({"g": plain.module[0].weight.grad})
+        assert not everywhere(plain.module[0].weight.grad)
         plain(batch(rank, 4)).square().mean().backward()
-        assert everywhere({"g": plain.module[0].weight.grad})
+        assert everywhere(plain.module[0].weight.grad)
 
     run(2, worker)
 
@@ -548,7 +521,7 @@ def test_weighted_by_samples(compressor: Any) -> None:
             assert (p.grad + left.view(p.shape) - q.grad).abs().max() < 1e-6
             assert bool(left.any()) == (name in WEIGHTS)
         model.set_weight(None)
-        assert everywhere(backward(model, rank, 1))
+        assert everywhere(*backward(model, rank, 1).values())
 
     run(3, worker)
 
@@ -568,23 +541,6 @@ def train(model: Any, optimizer: Any, rank: int, steps: Iterable[int]) -> torch.
         backward(model, rank, step)
         optimizer.step()
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).clone()
-
-
-def save(model: Any, optimizer: Any) -> bytes:
-    """Everything."""
-    return pickle.dumps(
-        (model.state_dict(), model.compression_state_dict(), optimizer.state_dict())
-    )
-
-
-def load(model: Any, optimizer: Any, blob: bytes, drop: str | None = None) -> None:
-    """The same, without a part of the compressor's."""
-    of_model, of_compression, of_optimizer = pickle.loads(blob)
-    if drop is not None:
-        of_compression[drop] = {}
-    model.load_state_dict(of_model)
-    model.load_compression_state_dict(of_compression)
-    optimizer.load_state_dict(of_optimizer)
 
 
 @pytest.mark.parametrize("compressor", BOTH, ids=["top-k", "low rank"])
@@ -634,7 +590,7 @@ def test_another_number_of_ranks(to: int, compressor: Any, tmp_path: Any) -> Non
         assert state["step"] == saved["step"] == 3
         for name, basis in saved.get("bases", {}).items():
             assert torch.equal(state["bases"][name], basis)
-        assert everywhere({"p": train(model, optimizer, rank, range(3, 5))})
+        assert everywhere(train(model, optimizer, rank, range(3, 5)))
         return kept
 
     old, new = run(2, before), run(to, after)
@@ -660,7 +616,7 @@ def test_a_basis_of_another_rank() -> None:
             patch.setattr(
                 "pycomm.compression.low_rank.log.warning", lambda text, *args: told.append(text % args)
             )  # fmt: skip
-            assert everywhere(backward(other, rank, 2))
+            assert everywhere(*backward(other, rank, 2).values())
             backward(other, rank, 3)
         assert len(told) == 2
         assert "PowerSGD of rank 3: the basis of" in told[0]
@@ -720,7 +676,7 @@ def test_sync_gradients(compressor: Any) -> None:
             backward(model, rank, 3)
             pycomm.sync_gradients(model.parameters(), compression=one, weight=1.0 + rank)
             results.append({name: grad_of(p) for name, p in model.named_parameters()})
-            assert everywhere(results[-1])
+            assert everywhere(*results[-1].values())
         assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
     run(2, worker)

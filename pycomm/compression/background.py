@@ -34,7 +34,6 @@ class Background:
 
 
 def _work(jobs: queue.SimpleQueue[Any]) -> None:
-    torch.set_num_threads(1)  # of this thread; the others belong to backward
     while (entry := jobs.get()) is not None:
         job, future = entry
         try:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from pycomm.backend import find_communicator
-from pycomm.errors import InvalidArgument
+from pycomm.errors import Error, InvalidArgument
 from pycomm.extension import core
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ class ForeignCarrier:
         """Equal parts, in rank order."""
         rows = output.view(self.world_size, -1)
         rows[self.rank].copy_(input.view(-1))
-        exchange = Exchange(self.group, rows)
+        exchange = Exchange(self.group, rows, f"all_gather of {rows[0].nbytes} bytes")
         for peer in exchange.peers:
             exchange.send(peer, rows[self.rank])
         exchange.wait()
@@ -155,26 +156,43 @@ class ForeignCarrier:
 
 
 class Exchange:
-    """Bytes from each rank to each other: receives into `rows`, a row per rank, are posted at once."""
+    """Bytes from each rank to each other: receives into `rows`, a row per rank, are posted at once.
 
-    def __init__(self, group: dist.ProcessGroup, rows: torch.Tensor) -> None:
-        self._group = group
+    Raises Error, which names the rank and `what` it does, where the backend does.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, rows: torch.Tensor, what: str) -> None:
+        self._group, self._what = group, what
         rank, world_size = group.rank(), group.size()
         self.peers = [(rank + step) % world_size for step in range(1, world_size)]
         self._works: list[Any] = []
-        for peer in self.peers:
-            for tag, piece in _pieces(rows[peer]):
-                self._works.append(dist.irecv(piece, group_src=peer, group=group, tag=tag))
+        with self._in_words():
+            for peer in self.peers:
+                for tag, piece in _pieces(rows[peer]):
+                    self._works.append(dist.irecv(piece, group_src=peer, group=group, tag=tag))
 
     def send(self, peer: int, row: torch.Tensor) -> None:
         """Of as many bytes as a row; it must stay as it is until wait() returns."""
-        for tag, piece in _pieces(row):
-            self._works.append(dist.isend(piece, group_dst=peer, group=self._group, tag=tag))
+        with self._in_words():
+            for tag, piece in _pieces(row):
+                self._works.append(dist.isend(piece, group_dst=peer, group=self._group, tag=tag))
 
     def wait(self) -> None:
-        """Until all has come and gone."""
-        for work in self._works:
-            work.wait()
+        """Until all has come and gone, or the group's timeout is over."""
+        with self._in_words():
+            for work in self._works:
+                work.wait()
+
+    @contextmanager
+    def _in_words(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            rank, backend = self._group.rank(), dist.get_backend(self._group)
+            raise Error(
+                f"rank {rank}: {self._what} with ranks {self.peers} of a group of backend {backend} failed: {error}. "
+                "See the other ranks' own output; then make the group anew."
+            ) from error
 
 
 def _pieces(row: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
@@ -230,7 +248,8 @@ class _Compressed:
         mine, group = self._carrier.rank, self._carrier.group
         sent, received = self._rows(), self._rows()
         own = {"inputs": self._tensors, "factor": factor}
-        contributions = Exchange(group, received)
+        what = f"all_reduce(count={self._bounds[-1]}, wire={self._codec.format})"
+        contributions = Exchange(group, received, what)
         for peer in contributions.peers:
             self._transcode(peer, residual, **own, encoded=self._wire(sent, peer, peer))
             contributions.send(peer, sent[peer])
@@ -239,7 +258,7 @@ class _Compressed:
         wires = [self._wire(received, peer, mine) for peer in others]
         where = {"encoded": self._wire(sent, mine, mine), "outputs": self._tensors}
         self._transcode(mine, residual, **own, **where, wires=wires, own=mine, divisor=divisor)
-        sums = Exchange(group, received)
+        sums = Exchange(group, received, what)
         for peer in sums.peers:
             sums.send(peer, sent[mine])
         sums.wait()
