@@ -23,6 +23,9 @@ class HookState:
     The model's parameter names are those of the residuals in :meth:`state_dict`; where the state must be there before
     the model, as for Lightning's DDPStrategy, they are numbers. `group`: None is the default group; of any backend.
     `share`: this rank's weight by the sum of all, or None for the plain mean.
+
+    Training that was resumed has the bits of training that was not as long as the same parameters share a bucket, for
+    values of a bucket share blocks; torch forms its buckets anew after the first step.
     """
 
     def __init__(

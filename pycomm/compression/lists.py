@@ -125,8 +125,10 @@ class Averager:
         names = [self._name_of(parameter) for parameter in parameters]
         named = zip(names, parameters, strict=True)
         chosen = self.compressor.choose(named, self.step, carrier.world_size)
-        plain = [i for i, is_chosen in enumerate(chosen) if not is_chosen]
-        rest = [i for i, is_chosen in enumerate(chosen) if is_chosen]
+        # In this order whatever the bucket's: torch forms others after the first step, also of a resumed training.
+        order = sorted(range(len(names)), key=names.__getitem__)
+        plain = [i for i in order if not chosen[i]]
+        rest = [i for i in order if chosen[i]]
         self._average_by_dtype(carrier, names, gradients, plain, None, share)
         if isinstance(self.compressor, Encoding):
             self._average_by_dtype(carrier, names, gradients, rest, self.compressor, share)
