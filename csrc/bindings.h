@@ -37,5 +37,6 @@ inline Algorithm parse_algorithm(const std::string& text, const Caller& caller) 
 
 void bind_communicator(pybind11::module_& m);
 void bind_codec(pybind11::module_& m);
+void bind_cuda_kernels(pybind11::module_& m);  // of a build with CUDA
 
 }  // namespace pycomm
