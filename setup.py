@@ -15,6 +15,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 ROOT = Path(__file__).resolve().parent
 CSRC = Path("csrc")
@@ -136,12 +137,12 @@ class BuildExtension(cpp_extension.BuildExtension):
     tests/gpu needs a part of it alone, soon: ``--core-only``, ``--architectures=90``.
     """
 
-    user_options = [
+    user_options: ClassVar = [
         *cpp_extension.BuildExtension.user_options,
         ("core-only", None, "build pycomm._core alone"),
         ("architectures=", None, "compute capabilities that kernels are compiled for: 80,90"),
     ]
-    boolean_options = [*cpp_extension.BuildExtension.boolean_options, "core-only"]
+    boolean_options: ClassVar = [*cpp_extension.BuildExtension.boolean_options, "core-only"]
 
     def initialize_options(self) -> None:
         super().initialize_options()
@@ -168,7 +169,9 @@ class BuildExtension(cpp_extension.BuildExtension):
 
 def banner(architectures: str) -> None:
     """Says what was found and what follows from it."""
-    cuda = f"nvcc in {CUDA}: kernels for sm_{architectures.replace(',', ', sm_')}" if CUDA else "off"
+    cuda = (
+        f"nvcc in {CUDA}: kernels for sm_{architectures.replace(',', ', sm_')}" if CUDA else "off"
+    )
     why = "" if CUDA else f" (PYCOMM_CUDA={os.environ.get('PYCOMM_CUDA', 'auto')}, no toolkit used)"
     print(
         f"pycomm: Python {platform.python_version()}, torch {torch.__version__}, pybind11 {PYBIND11}\n"
