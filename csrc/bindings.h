@@ -42,13 +42,14 @@ class Pending;
 pybind11::object to_python(std::shared_ptr<Pending> pending);
 // The CUDA stream of the caller on a device (-1: the current one); set by bind_nccl's
 // set_stream_source, the default stream before.
-inline std::function<void*(int)>& stream_source() {
-  static std::function<void*(int)> source = [](int) -> void* { return nullptr; };
+inline StreamOf& stream_source() {
+  static StreamOf source = [](int) -> void* { return nullptr; };
   return source;
 }
 
 void bind_communicator(pybind11::module_& m);
 void bind_nccl(pybind11::module_& m);
 void bind_codec(pybind11::module_& m);
+void bind_cuda_kernels(pybind11::module_& m);  // of a build with CUDA
 
 }  // namespace pycomm

@@ -75,6 +75,13 @@ class PyPending {
 };
 using Result = std::unique_ptr<PyPending>;
 
+// A communicator of a GPU looks itself at where memory is.
+TensorView view_for(const Communicator& communicator, const py::handle& tensor,
+                    const Caller& caller) {
+  if (!communicator.works_on_gpu()) return view_of(tensor, caller);
+  return view_of(tensor, caller, Memory::kAny, stream_source());
+}
+
 // One call: a Request that is built from tensors.
 class Call {
  public:
@@ -87,7 +94,7 @@ class Call {
 
   // Reads a tensor; all tensors of a call have one dtype.
   TensorView view(const py::handle& tensor) {
-    const TensorView view = view_of(tensor, caller_, communicator_.works_on_gpu());
+    const TensorView view = view_for(communicator_, tensor, caller_);
     if (!std::exchange(has_dtype_, true)) request_.dtype = view.dtype;
     PYCOMM_CHECK(view.dtype == request_.dtype, kInvalidArgument, caller_,
                  ": dtypes differ: ", name_of(request_.dtype), " and ", name_of(view.dtype));
@@ -343,7 +350,7 @@ void monitored_barrier(Communicator& self, bool wait_all_ranks, Timeout timeout)
 
 Message message_of(Communicator& self, Operation operation, const py::object& tensor, int peer,
                    int tag, const Timeout& timeout) {
-  const TensorView view = view_of(tensor, Caller{self.rank(), operation}, self.works_on_gpu());
+  const TensorView view = view_for(self, tensor, Caller{self.rank(), operation});
   Message message;
   message.operation = operation;
   message.dtype = view.dtype;

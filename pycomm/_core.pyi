@@ -303,6 +303,36 @@ def transcode(
     stochastic: bool = False,
     seed: int = 0,
 ) -> CodecCounts: ...
+def codec_counts(tensor: Any) -> CodecCounts: ...
+
+# Where `cuda` is not None.
+def cuda_transcode(
+    codec: Codec,
+    count: int,
+    *,
+    stream: int,
+    wires: Sequence[tuple[Any, Any]] = (),
+    inputs: Sequence[Any] | None = None,
+    own: int = 0,
+    first: int = 0,
+    factor: float = 1.0,
+    divisor: float = 1.0,
+    residual: Any = None,
+    encoded: tuple[Any, Any] | None = None,
+    outputs: Sequence[Any] | None = None,
+    infinite: bool = False,
+    stochastic: bool = False,
+    seed: int = 0,
+    counts: Any = None,
+) -> None: ...
+def cuda_reduce(
+    output: Any,
+    sources: Sequence[Any],
+    op: str,
+    *,
+    stream: int,
+    scales: Sequence[float] | None = None,
+) -> None: ...
 def support_table() -> dict[str, list[str]]: ...
 
 eager_bytes: int

@@ -49,6 +49,7 @@ class Fake:
         self.rank = rank
         self.world_size = world_size
         self.calls: Any = ctypes.CDLL(library)
+        self.calls.fake_forget_places()
         self.calls.fake_stream.restype = ctypes.c_void_p
         self.calls.fake_end_capture.restype = ctypes.c_void_p
         self.store = dist.HashStore() if world_size == 1 else self._file_store(folder)
