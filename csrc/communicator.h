@@ -142,6 +142,15 @@ class Communicator {
   // Runs work made of several operations, as submit() runs one: what it calls of this communicator
   // runs at once.
   virtual std::shared_ptr<Pending> run_together(std::function<void()> work, bool async);
+  // On a GPU: from now on this thread's calls are collected, and return null; then all of them
+  // start together, and are one piece of work. Null if there were none.
+  virtual void begin_group() {}
+  virtual std::shared_ptr<Pending> end_group(bool /*async*/) { return nullptr; }
+  virtual void drop_group() {}  // and what was collected
+  // Returns when nothing is under way.
+  virtual void drain() {
+    run_together([] {}, false);
+  }
   // submit() without the choice.
   void run(Request request) { submit(std::move(request), false, nullptr); }
 

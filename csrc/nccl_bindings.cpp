@@ -27,7 +27,7 @@ using nccl::NcclSettings;
 using std::chrono::milliseconds;
 
 // A torch.distributed Store, or what behaves like one. Called from the watchdog's thread, too.
-class PyBoard : public nccl::Board {
+class PyBoard : public Board {
   template <class Function>
   static auto call(Function&& function) {
     py::gil_scoped_acquire gil;
@@ -71,6 +71,16 @@ class PyBoard : public nccl::Board {
 
   py::object store_;
 };
+
+// What pycomm._c10d makes of torch's Stores (a pointer to a std::shared_ptr); anything else is
+// asked in Python.
+constexpr const char* kBoardCapsule = "pycomm.Board";
+
+std::shared_ptr<Board> board_of(py::object store) {
+  if (PyCapsule_IsValid(store.ptr(), kBoardCapsule))
+    return *static_cast<std::shared_ptr<Board>*>(PyCapsule_GetPointer(store.ptr(), kBoardCapsule));
+  return std::make_shared<PyBoard>(std::move(store));
+}
 
 // What the Python side keeps of the two tables.
 struct PyNccl {
@@ -258,7 +268,7 @@ void bind_class(py::module_& m) {
       "when they are enqueued; `store` is the group's torch.distributed Store.")
       .def(py::init([](const PyNccl& api, py::object store, int rank, int world_size,
                        milliseconds timeout, const NcclSettings& settings) {
-             auto board = std::make_shared<PyBoard>(std::move(store));
+             auto board = board_of(std::move(store));
              py::gil_scoped_release release;
              return enlist(std::make_shared<NcclCommunicator>(api.apis(), std::move(board), rank,
                                                               world_size, timeout, settings));
@@ -292,7 +302,7 @@ void bind_class(py::module_& m) {
           "join",
           [](const PyNccl& api, py::object store, int rank, int world_size, milliseconds timeout,
              const NcclSettings& settings, int device, int growth) {
-            auto board = std::make_shared<PyBoard>(std::move(store));
+            auto board = board_of(std::move(store));
             py::gil_scoped_release release;
             return enlist(NcclCommunicator::join(api.apis(), std::move(board), rank, world_size,
                                                  timeout, settings, device, growth));

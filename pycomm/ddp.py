@@ -137,7 +137,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         super()._register_fused_optim(*args, **kwargs)
 
     def _use_average_hook(self) -> None:
-        """Puts pycomm's averaging hook into the Reducer, if buckets are on the CPU and the group is pycomm's."""
+        """Puts pycomm's averaging hook into the Reducer, if the group is pycomm's where the buckets are."""
         self._hook_is_settled = True
         try:
             self._choose_reduction()
@@ -151,17 +151,20 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             self, "_divide_by_initial_world_size", True
         )
         if (
-            self.device_type != "cpu"
+            self.device_type not in ("cpu", "cuda")
             or self._use_python_reducer
             or self.mixed_precision is not None
             or join_divides_by_active_ranks
             or any(self._build_params_for_reducer()[1])  # sparse gradients take torch's way
         ):
             return
-        communicator = find_communicator(self.process_group)
-        if isinstance(self._compression, DdpCompression) and not (
-            communicator is not None and self._may_go_direct()
-        ):
+        if self.device_type == "cuda" and self._compression is not None:
+            return  # refused
+        communicator = find_communicator(self.process_group, torch.device(self.device_type))
+        may_go_direct = (
+            communicator is not None and communicator.transport == "shm" and self._may_go_direct()
+        )
+        if isinstance(self._compression, DdpCompression) and not may_go_direct:
             self._compression = self._compression.hooked()
         if isinstance(self._compression, HookedCompression):
             if self._dtypes() <= _AVERAGED:
@@ -175,14 +178,14 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                 "beside backward" if overlaps else "in the thread that runs backward",
             )
             c10d.register_average_hook(self.reducer, self._hook_target, async_op=overlaps)
-            if self._may_go_direct():
+            if may_go_direct:
                 self._direct = self._make_direct_reducer(communicator, overlaps)
                 self._backward_watch.core.attach_direct(self._direct)
                 if self._compression is not None:
                     self._compression.attach(self, communicator)
 
     def _may_go_direct(self) -> bool:
-        """Whether gradients can be averaged where they lie, which the Reducer's rarer modes do not do."""
+        """Whether dense gradients can be averaged where they lie, which the Reducer's rarer modes do not do."""
         return (
             config().ddp_buckets == "direct"
             and not self.find_unused_parameters
@@ -211,7 +214,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
         """As torch's, for any group if no averaging hook is in place yet, else for another one of pycomm's."""
         if self._hook_target is not None:
-            communicator = find_communicator(new_process_group)
+            communicator = find_communicator(new_process_group, torch.device(self.device_type))
             if communicator is None:
                 raise InvalidArgument(
                     "gradients are averaged by pycomm, so the new process group must be one of backend pycomm, not "

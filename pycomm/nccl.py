@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from pycomm.config import Config, config
-from pycomm.extension import core
+from pycomm.extension import c10d, core
 
 if TYPE_CHECKING:
     from pycomm._core import NcclApi, NcclCommunicator
@@ -62,6 +63,7 @@ def create_nccl_communicator(
     """The NcclCommunicator of a group whose ranks share ``store``; ``options`` are those of NcclSettings.
 
     Nobody waits here: NCCL's own communicator is made with the first operation on a device, or by ``connect()``.
+    Raises Error in words where NCCL or the CUDA runtime cannot be used.
     """
     settings = settings or config()
     core.set_stream_source(current_stream)
@@ -73,7 +75,7 @@ def create_nccl_communicator(
     }
     return core.NcclCommunicator(
         load_api(settings.nccl_lib, settings.cudart_lib),
-        store,
+        c10d.make_board(store) if isinstance(store, dist.Store) else store,
         rank,
         world_size,
         timeout,

@@ -25,7 +25,7 @@ LAYERS: Final = (
     (r"kernels/.*", 1),
     (r"slots\.h", 2),
     (r"algorithms/.*", 3),
-    (r"(communicator|worker|recorder)\.(h|cpp)", 4),
+    (r"(board|communicator|worker|recorder)\.(h|cpp)", 4),
     (r"(shm|nccl)/.*", 5),
     (
         r"((core|communicator|codec|nccl|kernels_cuda)_bindings\.cpp|bindings\.h|python_(tensor|call_site|transcode)\.(h|cpp)|dlpack\.h)",

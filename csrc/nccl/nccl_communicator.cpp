@@ -203,11 +203,13 @@ std::shared_ptr<Pending> NcclCommunicator::run_together(std::function<void()> wo
   try {
     work();
   } catch (...) {
-    open_groups<Batch>().erase(this);
+    drop_group();
     throw;
   }
   return end_group(async);
 }
+
+void NcclCommunicator::drop_group() { open_groups<Batch>().erase(this); }
 
 std::shared_ptr<Pending> NcclCommunicator::launch(Batch& batch) {
   std::shared_ptr<NcclWork> work;
@@ -414,6 +416,14 @@ void NcclCommunicator::shutdown() {
   Watchdog::instance().remove(this);
   publish_state();
   end_lanes();
+}
+
+void NcclCommunicator::drain() {
+  while (const auto work = oldest()) {
+    while (!work->wait(kSleep)) check_interrupt();
+    if (auto exception = work->exception()) std::rethrow_exception(exception);
+    reap();
+  }
 }
 
 void NcclCommunicator::abandon() {

@@ -16,8 +16,8 @@
 #include <utility>
 #include <vector>
 
+#include "../board.h"
 #include "../communicator.h"
-#include "board.h"
 #include "comm_handle.h"
 #include "cuda_api.h"
 #include "nccl_api.h"
@@ -60,9 +60,10 @@ class NcclCommunicator : public Communicator {
   std::shared_ptr<Pending> post(const Message& message, std::shared_ptr<void> keep_alive) override;
   // One NCCL group: all starts together, and is one piece of work.
   std::shared_ptr<Pending> run_together(std::function<void()> work, bool async) override;
-  // The same in two halves. Between them, on this thread, calls are collected.
-  void begin_group();
-  std::shared_ptr<Pending> end_group(bool async);
+  void begin_group() override;
+  std::shared_ptr<Pending> end_group(bool async) override;
+  void drop_group() override;
+  void drain() override;
 
   void abort(const std::string& reason, Cause cause = Cause::kAborted) override;
   Failure failure() const override;

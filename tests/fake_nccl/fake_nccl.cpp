@@ -102,13 +102,23 @@ struct FakeStream {
     }).detach();
   }
   void add(Job job) {
-    std::lock_guard<std::mutex> lock(mutex);
-    if (graph) {
-      graph->jobs.push_back(std::move(job));
-      return;
+    std::atomic<bool> done{false};
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      if (graph) {
+        graph->jobs.push_back(std::move(job));
+        return;
+      }
+      if (is_synchronous()) job = [job = std::move(job), &done] { job(), done = true; };
+      jobs.push_back(std::move(job));
+      changed.notify_one();
     }
-    jobs.push_back(std::move(job));
-    changed.notify_one();
+    while (is_synchronous() && !done) pause_a_little();
+  }
+  // As CUDA_LAUNCH_BLOCKING: for code that does not know that its tensors are on a device.
+  static bool is_synchronous() {
+    static const bool kIs = std::getenv("FAKE_CUDA_SYNCHRONOUS") != nullptr;
+    return kIs;
   }
 };
 FakeStream* stream_of(Stream stream) {

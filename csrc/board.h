@@ -1,4 +1,5 @@
-// Where the ranks of a group write what the others may read: the job's Store, as the core sees it.
+// Where the ranks of a group write what the others may read: the job's Store, as the core sees
+// it.
 #pragma once
 
 #include <memory>
@@ -6,7 +7,7 @@
 #include <string>
 #include <utility>
 
-namespace pycomm::nccl {
+namespace pycomm {
 
 class Board {
  public:
@@ -38,4 +39,4 @@ class PrefixBoard : public Board {
   const std::string prefix_;
 };
 
-}  // namespace pycomm::nccl
+}  // namespace pycomm
