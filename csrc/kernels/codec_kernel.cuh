@@ -113,11 +113,11 @@ __device__ inline int find_span(const DeviceSpans& spans, int64_t number) {
 // Where a thread's elements are, [number, number + lanes) of the tensors' numbering: together, from
 // `together` on, or one by one, from tensor `span` on.
 template <class T>
-struct Place {
+struct LanePlace {
   T* together = nullptr;
   int span = 0;
 
-  __device__ PYCOMM_ALWAYS_INLINE Place(const DeviceSpans& spans, int64_t number, int lanes) {
+  __device__ PYCOMM_ALWAYS_INLINE LanePlace(const DeviceSpans& spans, int64_t number, int lanes) {
     if (spans.count == 1) {
       together = static_cast<T*>(spans.data) + number;
       return;
@@ -167,7 +167,7 @@ __device__ PYCOMM_ALWAYS_INLINE void add_own(const DeviceTranscodeCall& call, in
     sum[lane] = sum[lane] + value;
   };
   const int64_t number = call.first + at;
-  Place<const T> place(call.inputs, number, lanes);
+  LanePlace<const T> place(call.inputs, number, lanes);
   if (place.together) {
     load_lanes(place.together, lanes, add);
   } else {
@@ -182,7 +182,7 @@ __device__ PYCOMM_ALWAYS_INLINE void write_outputs(const DeviceTranscodeCall& ca
                                                    int lanes,
                                                    const float (&values)[kTranscodeLanes]) {
   const int64_t number = call.first + at;
-  Place<T> place(call.outputs, number, lanes);
+  LanePlace<T> place(call.outputs, number, lanes);
   if (place.together) {
     store_lanes(place.together, lanes, [&](int lane) { return from_accumulator<T>(values[lane]); });
   } else {
