@@ -26,6 +26,7 @@ LAYERS: Final = (
     (r"algorithms/.*", 3),
     (r"(communicator|worker|recorder)\.(h|cpp)", 4),
     (r"shm/.*", 5),
+    (r"p2p/.*", 5),
     (
         r"((core|communicator|codec)_bindings\.cpp|bindings\.h|python_(tensor|call_site)\.(h|cpp)|dlpack\.h)",
         6,

@@ -20,6 +20,8 @@ namespace pycomm {
 inline constexpr int kMostPeers = 16;
 // Three stages of a chunk are under way at once (slots.h: pipeline), and it is a power of two.
 inline constexpr int kFewestPeerSlots = 4;
+// A line of elements, and of the ring's partial results, of any type.
+inline constexpr int64_t kLeastPeerSlotBytes = 2 * kLineBytes * sizeof(double);
 
 struct PeerLayout {
   int32_t blocks = 32;

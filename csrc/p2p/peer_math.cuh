@@ -89,7 +89,8 @@ class PeerReducer {
   }
 
  private:
-  static constexpr int kAtOnce = 4;
+  // Of bytes there are 16 accumulators a source.
+  static constexpr int kAtOnce = sizeof(T) == 1 ? 1 : 4;
 
   template <int kLanes>
   __device__ PYCOMM_ALWAYS_INLINE static void reduce(const PeerReduction& call, int64_t at) {
@@ -99,6 +100,7 @@ class PeerReducer {
     else
       value = contribution(*lanes_at<T, kLanes>(call.sources[0], at), call, 0);
     // Several are loaded before the first is used.
+#pragma unroll 1
     for (int first = 1; first < call.num_sources; first += kAtOnce) {
       DeviceLanes<T, kLanes> others[kAtOnce];
 #pragma unroll

@@ -146,7 +146,13 @@ class Block {
   void sleep() { suspend(Wait::kSleep); }
   // Now and then, where the order of threads is shuffled: as if something else came between.
   void disturb() {
-    if (order_ == Order::kShuffled && generator_() % 4 == 0) sleep();
+    if (order_ != Order::kShuffled) return;
+    bool now = false;
+    {
+      const UnwatchedByTsan unwatched;
+      now = generator_() % 4 == 0;
+    }
+    if (now) sleep();
   }
 
   uint64_t warp_operation(Wait kind, unsigned mask, uint64_t value, unsigned source) {

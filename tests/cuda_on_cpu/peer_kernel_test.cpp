@@ -14,6 +14,10 @@
 #include "peer_world.h"
 // The kernels need the definitions above.
 #include "../../csrc/algorithms/math.h"
+#include "../../csrc/algorithms/one_shot.h"
+#include "../../csrc/algorithms/ring.h"
+#include "../../csrc/algorithms/two_shot.h"
+#include "../../csrc/error.h"
 #include "../../csrc/p2p/all_reduce_kernel.cuh"
 
 namespace {
@@ -203,7 +207,7 @@ void every_count(World& world, std::vector<int64_t> counts) {
       }
 }
 
-void all() {
+[[maybe_unused]] void all() {
   for (int world_size = 1; world_size <= 4; ++world_size) {
     World world(world_size, kLayout, kPatient);
     // The counters pass 32 bits on the way.
@@ -225,7 +229,7 @@ void quick() {
 
 // ---- processes ----------------------------------------------------------------------------------
 
-void processes() {
+[[maybe_unused]] void processes() {
   using T = float;
   for (int world_size = 1; world_size <= 4; ++world_size) {
     std::vector<std::unique_ptr<Shared>> files;
@@ -407,6 +411,7 @@ int64_t planted(World& world) {
 void faults() {
   {
     World world(3, kLayout, 5000);
+    world.set_patient(1);
     planted<ForgetsFlag>(world);
     int blamed = 0;
     for (int rank = 0; rank < 3; ++rank) {
