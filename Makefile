@@ -13,7 +13,7 @@ SANITIZE := tests/cpp/run.sh
 
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: build demo elastic test faults peer clients bench bench-peers lint format sanitize clean
+.PHONY: build demo elastic test test-gpu faults peer clients bench bench-peers lint format sanitize clean
 
 $(INSTALLED): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -31,6 +31,10 @@ demo: build
 
 test: build
 	$(BIN)/python -m pytest $(ARGS)
+
+# The CUDA kernels on the GPU that is here: right to the bit, and as fast as a copy. With any python3 that has torch.
+test-gpu:
+	PYTHON=$${PYTHON:-python3} tests/gpu/run.sh $(ARGS)
 
 # A training of which one rank is killed, and another one joins.
 elastic: build

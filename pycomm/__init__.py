@@ -14,6 +14,7 @@ from pycomm.errors import (
     GradientError,
     InvalidArgument,
     MismatchError,
+    NcclError,
     PeerDiedError,
     TimeoutError,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "GradientError",
     "InvalidArgument",
     "MismatchError",
+    "NcclError",
     "PeerDiedError",
     "TimeoutError",
     "__version__",

@@ -535,9 +535,10 @@ def blame(cell: Cell) -> tuple[str, int] | None:
     if cell.fault == "mismatch":
         return ("parts_mismatch" if cell.operation == "parts" else "mismatch"), -1
     if cell.moment == "wait":
-        return "left", cell.culprit
+        return "exited", cell.culprit
     causes = {
-        "stop": "stopped",
+        # In another pid namespace nobody can see that a process stands still.
+        "stop": "timeout" if cell.error == "TimeoutError" else "stopped",
         "exception": "exited",
         "one call less": "left",
         "late": "timeout",

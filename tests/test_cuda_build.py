@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -15,9 +16,6 @@ import pytest
 ROOT: Final = Path(__file__).resolve().parent.parent
 NVCC: Final = shutil.which("nvcc")
 ARCHITECTURES: Final = ("80", "90", "100")  # as in setup.py
-#: Of a thread: with more, a processor holds fewer of transcode_kernel's threads than its launcher counts on.
-MOST_REGISTERS: Final = 64
-KERNELS: Final = 6 * 3  # formats, dtypes
 
 pytestmark = pytest.mark.skipif(NVCC is None, reason="needs nvcc")
 
@@ -42,36 +40,58 @@ def disassembler() -> Path | None:
     return tool if os.access(tool, os.X_OK) else None
 
 
+@dataclass(frozen=True)
+class Unit:
+    """A file of kernels and what is asked of each of them."""
+
+    source: str
+    kernels: int
+    most_registers: int
+
+
+UNITS: Final = {
+    "codec": Unit("csrc/kernels/codec_cuda.cu", 6 * 3, 64),  # formats, dtypes
+    # Integers, floats and bool with the ops that each has. Its launcher asks how many threads fit.
+    "reduce": Unit("csrc/kernels/elementwise_cuda.cu", 8 * 8 + 6 * 6 + 7, 64),
+}
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_codec_kernel_compiles_to_wide_accesses_without_spills(
-    architecture: str, tmp_path: Path
+@pytest.mark.parametrize("name", UNITS)
+def test_kernels_compile_to_wide_accesses_without_spills(
+    name: str, architecture: str, tmp_path: Path
 ) -> None:
-    cubin = tmp_path / "codec.cubin"
-    report = compile_codec(architecture, cubin)
+    """Everything stays in registers, and bulk loads and stores are of 16 bytes."""
+    unit, cubin = UNITS[name], tmp_path / "kernels.cubin"
+    report = compiled(unit, architecture, cubin)
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", report)]
-    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)
-    print(f"sm_{architecture}: {sorted(registers)} registers")
-    assert len(registers) == len(spills) == KERNELS
-    assert set(spills) == {("0", "0")}
-    assert max(registers) <= MOST_REGISTERS
+    frames = re.findall(
+        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report
+    )
+    print(f"sm_{architecture}, {name}: {sorted(registers)} registers")
+    assert len(registers) == len(frames) == unit.kernels
+    assert set(frames) == {("0", "0", "0")}
+    assert max(registers) <= unit.most_registers
 
     tool = disassembler()
     if tool is None:
         pytest.skip("spills were checked; there is no nvdisasm to look at the accesses with")
     code = instructions(tool, cubin)
-    assert len(code) == KERNELS
-    assert [name for name, body in code.items() if "LDG.E.128" not in body] == []
-    assert [name for name, body in code.items() if "STG.E.128" not in body] == []
+    assert len(code) == unit.kernels
+    assert [kernel for kernel, body in code.items() if "LDG.E.128" not in body] == []
+    assert [kernel for kernel, body in code.items() if "STG.E.128" not in body] == []
+    assert [kernel for kernel, body in code.items() if re.search(r"\b(LDL|STL)\b", body)] == []
     # No product of ours is fused with a sum: forbidding it changes nothing.
     unfused = tmp_path / "unfused.cubin"
-    compile_codec(architecture, unfused, "-fmad=false")
+    compiled(unit, architecture, unfused, "-fmad=false")
     assert code == instructions(tool, unfused)
 
 
-def compile_codec(architecture: str, cubin: Path, *more: str) -> str:
+def compiled(unit: Unit, architecture: str, cubin: Path, *more: str) -> str:
+    """What the compiler reports."""
     return run(
         NVCC or "", "-std=c++17", "-O3", f"-arch=sm_{architecture}", "-Xptxas", "-v", *more,
-        "-cubin", "-o", cubin, "csrc/kernels/codec_cuda.cu",
+        "-cubin", "-o", cubin, unit.source,
     )  # fmt: skip
 
 

@@ -17,6 +17,8 @@ namespace pycomm {
 
 inline constexpr int kTranscodeLanes = 8;  // consecutive values of a thread
 inline constexpr int kMostTranscodeThreads = kMaxBlock / kTranscodeLanes;
+// What the registers of a processor are enough for, at 64 a thread.
+inline constexpr int kTranscodeThreadsPerProcessor = 1024;
 inline constexpr int kMostDeviceWires = kMaxRanks - 1;
 inline constexpr int kWarpThreads = 32;
 static_assert(kBlockGranule % kTranscodeLanes == 0, "a thread's values share a scale");
@@ -140,19 +142,66 @@ __device__ inline int32_t magnitude_bits(float value) {
   return bits_as<int32_t>(value) & 0x7fffffff;
 }
 
-// `block`: the codec block that the values are in.
+// A thread's encoded values of one wire, which is aligned to kPackBytes, and their scale.
+template <class Value>
+struct WireLanes {
+  static constexpr int kLanes = Access<Value>::kLanes, kParts = kTranscodeLanes / kLanes;
+  Access<Value> parts[kParts];
+  float up;
+
+  __device__ PYCOMM_ALWAYS_INLINE void load(const Value* from, float scale) {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part)
+      parts[part] = reinterpret_cast<const Access<Value>*>(from)[part];
+    up = scale;
+  }
+  __device__ PYCOMM_ALWAYS_INLINE void add_to(float (&sum)[kTranscodeLanes]) const {
+#pragma unroll
+    for (int lane = 0; lane < kTranscodeLanes; ++lane) {
+      const Value value = parts[lane / kLanes].lanes[lane % kLanes];
+      sum[lane] = sum[lane] + scaled(to_accumulator(value, 0.0f), up);
+    }
+  }
+};
+
+// Adds wires [from, to), in this order; the loads of kAtOnce are on their way before the first
+// is needed. `block`: the codec block that the values are in.
 template <class Format>
 __device__ PYCOMM_ALWAYS_INLINE void add_wires(const DeviceTranscodeCall& call, int from, int to,
                                                int64_t block, int64_t at, int lanes,
                                                float (&sum)[kTranscodeLanes]) {
   using Value = typename Format::Value;
-  for (int wire = from; wire < to; ++wire) {
-    const float up = call.block > 0 ? call.wires[wire].scales[block] : 1.0f;
-    load_lanes(static_cast<const Value*>(call.wires[wire].values) + at, lanes,
-               [&](int lane, Value value) {
-                 sum[lane] = sum[lane] + scaled(to_accumulator(value, 0.0f), up);
-               });
+  constexpr int kAtOnce = sizeof(Value) < sizeof(float) ? 2 : 1;  // what registers are enough for
+  const auto values = [&](int wire) {
+    return static_cast<const Value*>(call.wires[wire].values) + at;
+  };
+  const auto scale = [&](int wire) {
+    if (std::is_same_v<Value, float>) return 1.0f;  // fp32 has none
+    return call.block > 0 ? call.wires[wire].scales[block] : 1.0f;
+  };
+  if (lanes < kTranscodeLanes) {
+    for (int wire = from; wire < to; ++wire)
+#pragma unroll
+      for (int lane = 0; lane < kTranscodeLanes; ++lane)
+        if (lane < lanes)
+          sum[lane] = sum[lane] + scaled(to_accumulator(values(wire)[lane], 0.0f), scale(wire));
+    return;
   }
+  int wire = from;
+  for (; wire + kAtOnce <= to; wire += kAtOnce) {
+    WireLanes<Value> several[kAtOnce];
+#pragma unroll
+    for (int one = 0; one < kAtOnce; ++one)
+      several[one].load(values(wire + one), scale(wire + one));
+#pragma unroll
+    for (int one = 0; one < kAtOnce; ++one) several[one].add_to(sum);
+  }
+  if constexpr (kAtOnce > 1)
+    for (; wire < to; ++wire) {
+      WireLanes<Value> one;
+      one.load(values(wire), scale(wire));
+      one.add_to(sum);
+    }
 }
 
 template <class T>
@@ -254,10 +303,8 @@ struct LaneEncoder {
   }
   __device__ PYCOMM_ALWAYS_INLINE int32_t random_bits(int64_t at) const {
     const uint64_t number = static_cast<uint64_t>(call.first + at);
-    const uint32_t high =
-        static_cast<uint32_t>(call.seed >> 32) + static_cast<uint32_t>(number >> 32);
-    return static_cast<int32_t>(
-        random_24_bits(static_cast<uint32_t>(number), static_cast<uint32_t>(call.seed), high));
+    return static_cast<int32_t>(random_24_bits(static_cast<uint32_t>(number),
+                                               static_cast<uint32_t>(number >> 32), call.seed));
   }
 
   // Encodes value `at` of the call, which becomes what it decodes to; false if it is marked as
@@ -386,7 +433,8 @@ __device__ PYCOMM_ALWAYS_INLINE void add_counts(const DeviceTranscodeCall& call,
 // T: of the tensors. The threads of a block are whole warps and have lanes for one codec block, at
 // least.
 template <WireFormat kFormat, class T>
-__global__ void __launch_bounds__(kMostTranscodeThreads)
+__global__ void __launch_bounds__(kMostTranscodeThreads,
+                                  kTranscodeThreadsPerProcessor / kMostTranscodeThreads)
     transcode_kernel(const __grid_constant__ DeviceTranscodeCall call) {
   using Format = FormatOf<kFormat>;
   __shared__ BlockMaxima maxima;
