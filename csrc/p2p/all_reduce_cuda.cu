@@ -107,8 +107,9 @@ void launch_peer_all_reduce(const PeerGroup& group, Algorithm algorithm, DType d
   // Blocks wait for those of other ranks, so all must run at once.
   const Kernel kernel = kernel_for(algorithm, real.dtype);
   const int resident = resident_blocks(kernel);
-  PYCOMM_CHECK(static_cast<int>(blocks) <= resident, kInvalidArgument, "all_reduce in peer memory: ",
-               blocks, " blocks, of which this device runs ", resident, " at once");
+  PYCOMM_CHECK(static_cast<int>(blocks) <= resident, kInvalidArgument,
+               "all_reduce in peer memory: ", blocks, " blocks, of which this device runs ",
+               resident, " at once");
   kernel<<<blocks, kPeerThreads, 0, static_cast<cudaStream_t>(stream)>>>(call);
   check_cuda(cudaGetLastError(), "launch of all_reduce_kernel");
 }

@@ -1,5 +1,5 @@
-// all_reduce over peer memory in one kernel: the algorithms of algorithms/*.h, each block on a strip
-// of the tensor. tests/cuda_on_cpu runs this same source on the CPU.
+// all_reduce over peer memory in one kernel: the algorithms of algorithms/*.h, each block on a
+// strip of the tensor. tests/cuda_on_cpu runs this same source on the CPU.
 #pragma once
 
 #include "../algorithms/one_shot.h"

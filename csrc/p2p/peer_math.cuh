@@ -1,8 +1,8 @@
-// What a plain all_reduce computes with in a kernel: as algorithms/math.h, by all threads of a block
-// together.
+// What a plain all_reduce computes with in a kernel: as algorithms/math.h, by all threads of a
+// block together.
 //
-// Slots are aligned to 16 bytes, and so is whatever part of a tensor a block works on, if the tensor
-// is. One that is not is moved and reduced element by element.
+// Slots are aligned to 16 bytes, and so is whatever part of a tensor a block works on, if the
+// tensor is. One that is not is moved and reduced element by element.
 #pragma once
 
 #include <cstdint>

@@ -1,10 +1,10 @@
-// The verbs of slots.h in a CUDA kernel, over memory that the ranks of a host map of each other. All
-// threads of a block call them together, with the same arguments; tests/cuda_on_cpu runs this same
-// source on the CPU.
+// The verbs of slots.h in a CUDA kernel, over memory that the ranks of a host map of each other.
+// All threads of a block call them together, with the same arguments; tests/cuda_on_cpu runs this
+// same source on the CPU.
 //
-// A kernel cannot throw. A wait that ends without its flag is reported in the status, once, and tells
-// all peers to give up; from then on this rank posts nothing, so that nobody takes what it has for a
-// result, every wait returns at once, and failed() is true.
+// A kernel cannot throw. A wait that ends without its flag is reported in the status, once, and
+// tells all peers to give up; from then on this rank posts nothing, so that nobody takes what it
+// has for a result, every wait returns at once, and failed() is true.
 #pragma once
 
 #include <cstdint>
@@ -65,7 +65,8 @@ class PeerSlots {
   }
   __device__ char* slot(int rank, int64_t chunk) const {
     const uint64_t number = base_ + static_cast<uint64_t>(chunk);
-    const auto cell = static_cast<uint32_t>(number) & static_cast<uint32_t>(group_.layout.slots - 1);
+    const auto cell =
+        static_cast<uint32_t>(number) & static_cast<uint32_t>(group_.layout.slots - 1);
     return group_.regions[rank] + group_.layout.slot_offset(block_, cell);
   }
 

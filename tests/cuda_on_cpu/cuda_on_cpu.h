@@ -5,10 +5,10 @@
 // A launch runs one thread of the grid at a time, in an order that a seed permutes: what depends on
 // the order of threads gives another result. launch_blocks() is stricter than a device: it throws
 // where threads wait for ones that never come. ThreadSanitizer sees the threads of a block as
-// concurrent but for their barriers. Blocks of launch_blocks() follow each other, so two blocks' accesses to the same
-// memory are found by the order of blocks only. Needs no CUDA toolkit; the conversions below are
-// written from the formats' definitions, not from the code under test. Nothing is said about speed
-// or memory order.
+// concurrent but for their barriers. Blocks of launch_blocks() follow each other, so two blocks'
+// accesses to the same memory are found by the order of blocks only. Needs no CUDA toolkit; the
+// conversions below are written from the formats' definitions, not from the code under test.
+// Nothing is said about speed or memory order.
 #pragma once
 
 #include <algorithm>
@@ -289,8 +289,8 @@ void launch_blocks(unsigned blocks, unsigned threads, Order order, unsigned seed
   for (const unsigned number : in_order(blocks, order, generator)) block.run(number);
 }
 
-// All blocks at once, each in a thread of its own: for blocks that wait for those of other launches.
-// As on a device, they must all fit.
+// All blocks at once, each in a thread of its own: for blocks that wait for those of other
+// launches. As on a device, they must all fit.
 template <class Kernel, class... Arguments>
 void launch_resident(unsigned blocks, unsigned threads, Order order, unsigned seed, Kernel&& kernel,
                      const Arguments&... arguments) {

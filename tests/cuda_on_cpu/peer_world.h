@@ -105,9 +105,8 @@ class World {
         std::memcpy(region(rank) + layout_.sequence_offset(block), &chunks, sizeof chunks);
         for (int stage = 0; stage < kStages; ++stage)
           for (int peer = 0; peer < size(); ++peer)
-            std::memcpy(
-                region(rank) + layout_.flag_offset(block, static_cast<Stage>(stage), peer),
-                &chunks, sizeof chunks);
+            std::memcpy(region(rank) + layout_.flag_offset(block, static_cast<Stage>(stage), peer),
+                        &chunks, sizeof chunks);
       }
   }
 
