@@ -139,3 +139,20 @@ def test_peer_kernels_have_no_races(objects: Path) -> None:
     assert checks(run(*launch, program, "missing")) > 6 * (4 + 12)
     for fault in ("no_release", "no_acquire", "no_await"):
         assert "data race" in run(*launch, program, fault, code=66), fault
+
+
+def test_compressed_peer_kernels_give_the_same_bits_as_the_cpu(objects: Path) -> None:
+    """Results, residuals and counts of every format; as threads and as processes; and a rank that does not come."""
+    program = build("peer_compressed_test", objects, *SANITIZE)
+    formats, blocks, counts = 6, 2, 4 + 2 + 2
+    assert checks(run(program, "all")) > 4 * formats * blocks * counts * 3 * 4
+    assert checks(run(program, "processes")) == 1 + 3 * 3
+    assert checks(run(program, "missing")) == 3 * 2 * 2
+
+
+def test_compressed_peer_kernels_have_no_races(objects: Path) -> None:
+    """And ThreadSanitizer sees what a flag not waited for does."""
+    program = build("peer_compressed_test", objects, "-fsanitize=thread", "-DQUICK")
+    launch = thread_sanitizer()
+    assert checks(run(*launch, program, "quick")) > 300
+    assert "data race" in run(*launch, program, "early", code=66)

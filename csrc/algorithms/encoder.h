@@ -32,12 +32,6 @@ struct Compression {
   }
 };
 
-// Where encoded values lie, or are to lie.
-struct Place {
-  char* values;
-  float* scales;
-};
-
 class Encoder {
  public:
   // `stream`: write slots past the caches.
@@ -51,11 +45,9 @@ class Encoder {
   int64_t capacity(int64_t bytes) const { return codec().capacity(bytes); }
   // To be filled with the others' contributions, by rank.
   std::vector<Wire> wires() const { return {}; }
-  // Of values [begin, ...) in an encoding of `capacity` values at `memory`; begin is a multiple of
-  // the codec's granule.
+  // As place_of.
   Place place(char* memory, int64_t capacity, int64_t begin) const {
-    float* scales = reinterpret_cast<float*>(memory + codec().scales_offset(capacity));
-    return {memory + begin * codec().value_bytes(), scales + codec().scales(begin)};
+    return place_of(codec(), memory, capacity, begin);
   }
   Wire wire(const char* memory, int64_t capacity, int64_t begin) const {
     const Place there = place(const_cast<char*>(memory), capacity, begin);

@@ -90,6 +90,19 @@ struct Wire {
   const float* scales = nullptr;
 };
 
+// Where encoded values are to lie.
+struct Place {
+  char* values = nullptr;
+  float* scales = nullptr;
+};
+// Of values [begin, ...) in an encoding of `capacity` values at `memory`; begin is a multiple of
+// the codec's granule.
+PYCOMM_HOST_DEVICE inline Place place_of(const Codec& codec, char* memory, int64_t capacity,
+                                         int64_t begin) {
+  float* scales = reinterpret_cast<float*>(memory + codec.scales_offset(capacity));
+  return {memory + begin * codec.value_bytes(), scales + codec.scales(begin)};
+}
+
 // What encoding did, of finite values; added up over calls.
 struct CodecCounts {
   int64_t values = 0;

@@ -3,12 +3,12 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <climits>
 #include <cuda/atomic>
 
 #include "../kernels/cuda_launch.cuh"
 #include "all_reduce_kernel.cuh"
 #include "peer_cuda.h"
+#include "resident.cuh"
 
 namespace pycomm {
 namespace {
@@ -41,25 +41,10 @@ Kernel kernel_for(Algorithm algorithm, DType dtype) {
   }
 }
 
-int resident_blocks(Kernel kernel) {
-  int blocks = 0;
-  check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kPeerThreads, 0),
-             "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-  return blocks * processors();
-}
-
 }  // namespace
 
-int resident_peer_blocks() {
-  int least = INT_MAX;
-  for (const Algorithm algorithm : {Algorithm::kOneShot, Algorithm::kTwoShot, Algorithm::kRing}) {
-#define PYCOMM_CASE(enumerator, T) \
-  least = std::min(least, resident_blocks(kernel_for(algorithm, DType::enumerator)));
-    PYCOMM_REDUCED_TYPES(PYCOMM_CASE)
-#undef PYCOMM_CASE
-  }
-  return least;
-}
+// Their launch bounds let each of them have a multiprocessor for a block.
+int resident_peer_blocks() { return processors(); }
 
 void check_peer_group(const PeerGroup& group) {
   const PeerLayout& layout = group.layout;
@@ -104,12 +89,8 @@ void launch_peer_all_reduce(const PeerGroup& group, Algorithm algorithm, DType d
                " must be aligned to ", element, " bytes");
   const int64_t wanted = (call.count * element + kBlockBytes - 1) / kBlockBytes;
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(wanted, group.layout.blocks));
-  // Blocks wait for those of other ranks, so all must run at once.
   const Kernel kernel = kernel_for(algorithm, real.dtype);
-  const int resident = resident_blocks(kernel);
-  PYCOMM_CHECK(static_cast<int>(blocks) <= resident, kInvalidArgument,
-               "all_reduce in peer memory: ", blocks, " blocks, of which this device runs ",
-               resident, " at once");
+  check_resident(kernel, static_cast<int>(blocks), kPeerThreads, "all_reduce");
   kernel<<<blocks, kPeerThreads, 0, static_cast<cudaStream_t>(stream)>>>(call);
   check_cuda(cudaGetLastError(), "launch of all_reduce_kernel");
 }

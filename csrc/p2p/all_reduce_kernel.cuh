@@ -24,7 +24,7 @@ struct PeerReduceCall {
 // rank. The operation is looked up where a chunk is reduced: a kernel for each would take nvcc
 // minutes.
 template <Algorithm kAlgorithm, DType kDType, class T, class Slots>
-__global__ void __launch_bounds__(kPeerThreads)
+__global__ void __launch_bounds__(kPeerThreads, 1)
     all_reduce_kernel(const __grid_constant__ PeerReduceCall call) {
   Slots slots(call.group);
   const PeerMath<kDType, T, Slots> math(slots, call.type);

@@ -116,8 +116,7 @@ class PeerSlots {
       __nanosleep(kPollNanoseconds);
     }
   }
-  // Not __noinline__: that is a macro, and would break GCC's headers where the CPU runs this.
-  __device__ __attribute__((noinline)) void give_up(const PeerStatus& report) const {
+  __device__ void give_up(const PeerStatus& report) const {
     PeerStatus& status = *group_.status;
     if (Counter(status.claimed).exchange(1, cuda::std::memory_order_relaxed) == 0) {
       status.rank = report.rank;
