@@ -10,8 +10,6 @@
 
 namespace pycomm {
 
-inline constexpr int kPeerThreads = 256;  // of a block, at most
-
 struct PeerReduceCall {
   PeerGroup group;
   PeerReductionType type;

@@ -19,26 +19,37 @@ using Kernel = void (*)(PeerCompressedCall);
 // What a block should have to do at least, before another one shares it.
 constexpr int64_t kBlockValues = 16 << 10;
 
-template <WireFormat kFormat>
+template <Algorithm kAlgorithm, WireFormat kFormat>
 Kernel kernel_for(DType dtype) {
   switch (dtype) {
     case DType::kFloat16:
-      return compressed_kernel<kFormat, Half, PeerSlots>;
+      return compressed_kernel<kAlgorithm, kFormat, Half, PeerSlots>;
     case DType::kBFloat16:
-      return compressed_kernel<kFormat, BFloat16, PeerSlots>;
+      return compressed_kernel<kAlgorithm, kFormat, BFloat16, PeerSlots>;
     default:
-      return compressed_kernel<kFormat, float, PeerSlots>;
+      return compressed_kernel<kAlgorithm, kFormat, float, PeerSlots>;
   }
 }
+template <Algorithm kAlgorithm>
 Kernel kernel_for(WireFormat format, DType dtype) {
   switch (format) {
 #define PYCOMM_CASE(enumerator, ...) \
   case WireFormat::enumerator:       \
-    return kernel_for<WireFormat::enumerator>(dtype);
+    return kernel_for<kAlgorithm, WireFormat::enumerator>(dtype);
     PYCOMM_WIRE_FORMATS(PYCOMM_CASE)
 #undef PYCOMM_CASE
   }
   return nullptr;  // not reached: check(codec) knows all formats
+}
+Kernel kernel_for(Algorithm algorithm, WireFormat format, DType dtype) {
+  switch (algorithm) {
+    case Algorithm::kOneShot:
+      return kernel_for<Algorithm::kOneShot>(format, dtype);
+    case Algorithm::kRing:
+      return kernel_for<Algorithm::kRing>(format, dtype);
+    default:
+      return kernel_for<Algorithm::kTwoShot>(format, dtype);
+  }
 }
 
 }  // namespace
@@ -48,6 +59,9 @@ void check_peer_compression(const PeerGroup& group, const PeerCompressionCall& c
   check(call.codec);
   PYCOMM_CHECK(can_transcode(call.dtype), kInvalidArgument,
                "only float32, float16 and bfloat16 are compressed, not ", name_of(call.dtype));
+  PYCOMM_CHECK(call.codec.block <= kMostPeerCodecBlock, kInvalidArgument,
+               "compressed all_reduce in peer memory: up to ", kMostPeerCodecBlock,
+               " values share a scale, not ", call.codec.block);
   // The ring's part of a slot, which is the smallest.
   const int64_t bytes = group.layout.slot_bytes / 2;
   PYCOMM_CHECK(call.codec.capacity(bytes) > 0, kInvalidArgument,
@@ -64,18 +78,14 @@ void launch_peer_compressed(const PeerGroup& group, Algorithm algorithm,
   if (device_call.count == 0) return;
   const ListsOnStream lists(call.tensors, {}, static_cast<cudaStream_t>(stream));
   device_call.group = group;
-  device_call.algorithm = algorithm;
   device_call.compression = {call.codec,   lists.inputs(), call.factor,
                              call.divisor, call.residual,  call.counts,
                              call.seed,    call.infinite,  call.stochastic};
-  // As codec_cuda.cu: lanes for a codec block.
-  const int threads =
-      call.codec.block > kMaxBlock / 2 ? kMostTranscodeThreads : kMostTranscodeThreads / 2;
   const int64_t wanted = (device_call.count + kBlockValues - 1) / kBlockValues;
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(wanted, group.layout.blocks));
-  const Kernel kernel = kernel_for(call.codec.format, call.dtype);
-  check_resident(kernel, static_cast<int>(blocks), threads, "compressed all_reduce");
-  kernel<<<blocks, threads, 0, static_cast<cudaStream_t>(stream)>>>(device_call);
+  const Kernel kernel = kernel_for(algorithm, call.codec.format, call.dtype);
+  check_resident(kernel, static_cast<int>(blocks), kPeerThreads, "compressed all_reduce");
+  kernel<<<blocks, kPeerThreads, 0, static_cast<cudaStream_t>(stream)>>>(device_call);
   check_cuda(cudaGetLastError(), "launch of compressed_kernel");
 }
 

@@ -9,17 +9,19 @@
 
 namespace pycomm {
 
+// The longest codec block that a block of threads has lanes for. Threads for longer ones would have
+// fewer registers than the kernel needs.
+inline constexpr int kMostPeerCodecBlock = kPeerThreads * kTranscodeLanes;
+
 struct PeerCompressedCall {
   PeerGroup group;
   PeerCompression compression;
-  Algorithm algorithm;
   int64_t count;  // of all values
 };
 
-// As all_reduce_kernel; a block has whole warps, with lanes for one codec block, at least. The
-// algorithm is looked up: what takes the kernel's time is the same for all.
-template <WireFormat kFormat, class T, class Slots>
-__global__ void __launch_bounds__(kMostTranscodeThreads, 1)
+// As all_reduce_kernel; a block has whole warps, with lanes for one codec block at least.
+template <Algorithm kAlgorithm, WireFormat kFormat, class T, class Slots>
+__global__ void __launch_bounds__(kPeerThreads, 1)
     compressed_kernel(const __grid_constant__ PeerCompressedCall call) {
   alignas(PeerTranscode) __shared__ char memory[sizeof(PeerTranscode)];
   Slots slots(call.group);
@@ -27,9 +29,9 @@ __global__ void __launch_bounds__(kMostTranscodeThreads, 1)
                                static_cast<int>(blockIdx.x), call.compression.codec.granule());
   const PeerEncoder<kFormat, T, Slots> encoder(
       slots, call.compression, reinterpret_cast<PeerTranscode&>(memory), strip.begin);
-  if (call.algorithm == Algorithm::kOneShot)
+  if constexpr (kAlgorithm == Algorithm::kOneShot)
     slots.advance(compressed_one_shot(slots, encoder, strip.count));
-  else if (call.algorithm == Algorithm::kRing)
+  else if constexpr (kAlgorithm == Algorithm::kRing)
     slots.advance(compressed_ring(slots, encoder, strip.count));
   else
     slots.advance(compressed_two_shot(slots, encoder, strip.count));

@@ -18,6 +18,7 @@ namespace pycomm {
 
 // The most ranks that one host's peer memory holds: a bound for arrays in kernels.
 inline constexpr int kMostPeers = 16;
+inline constexpr int kPeerThreads = 256;  // of a block, at most
 // Three stages of a chunk are under way at once (slots.h: pipeline), and it is a power of two.
 inline constexpr int kFewestPeerSlots = 4;
 // A line of elements, and of the ring's partial results, of any type.

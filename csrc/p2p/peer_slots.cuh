@@ -89,10 +89,16 @@ class PeerSlots {
 
   // Until this thread's `peer`, if it is one, has posted; then all threads go on together.
   __device__ void wait(int peer, Stage stage, int64_t chunk, uint64_t expected) {
-    if (failed_) return;
-    bool arrived = true;
-    if (peer < world_size() && peer != rank()) arrived = poll(peer, stage, chunk, expected);
-    failed_ = __syncthreads_or(!arrived);
+    if (!failed_) failed_ = !arrived(peer, stage, chunk, expected);
+  }
+  // A call rather than code at every wait, so that what it takes does not crowd out what the
+  // algorithm keeps in registers. Not __noinline__: that is a macro, and would break GCC's headers
+  // where the CPU runs this.
+  __device__ __attribute__((noinline)) bool arrived(int peer, Stage stage, int64_t chunk,
+                                                    uint64_t expected) const {
+    bool good = true;
+    if (peer < world_size() && peer != rank()) good = poll(peer, stage, chunk, expected);
+    return !__syncthreads_or(!good);
   }
   __device__ bool poll(int peer, Stage stage, int64_t chunk, uint64_t expected) const {
     const Word word(*flag(rank(), stage, peer));
