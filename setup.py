@@ -106,7 +106,7 @@ def core_extension() -> Extension:
     )
     if CUDA:
         lib = next(path for path in (CUDA / "lib64", CUDA / "lib") if path.exists())
-        extension.sources += sources("kernels/*.cu")
+        extension.sources += sources("kernels/*.cu", "p2p/*.cu", "p2p/*.cpp")
         extension.include_dirs.append(str(CUDA / "include"))
         extension.extra_compile_args["cxx"] = [*CXX_FLAGS, "-DPYCOMM_WITH_CUDA"]
         # Static, so that the module also loads where there is no CUDA runtime.

@@ -50,6 +50,8 @@ inline StreamOf& stream_source() {
 void bind_communicator(pybind11::module_& m);
 void bind_nccl(pybind11::module_& m);
 void bind_codec(pybind11::module_& m);
-void bind_cuda_kernels(pybind11::module_& m);  // of a build with CUDA
+// Of a build with CUDA.
+void bind_cuda_kernels(pybind11::module_& m);
+void bind_peer_memory(pybind11::module_& m);
 
 }  // namespace pycomm

@@ -343,6 +343,7 @@ PYBIND11_MODULE(_core, m) {
   m.attr("max_ranks") = pycomm::kMaxRanks;
 #ifdef PYCOMM_WITH_CUDA
   pycomm::bind_cuda_kernels(m);
+  pycomm::bind_peer_memory(m);
   m.attr("cuda") = pycomm::cuda_build_description();
 #else
   m.attr("cuda") = py::none();

@@ -13,44 +13,13 @@
 #include "kernels/codec_cuda.h"
 #include "kernels/cuda_device.h"
 #include "kernels/elementwise_cuda.h"
+#include "python_device_reader.h"
 #include "python_transcode.h"
 
 namespace py = pybind11;
 
 namespace pycomm {
 namespace {
-
-const Caller kCaller{0, Operation::kAllReduce};
-
-// Reads the tensors of a call, which all are on one device.
-class DeviceReader {
- public:
-  explicit DeviceReader(uintptr_t stream)
-      : stream_([stream](int) { return reinterpret_cast<void*>(stream); }) {}
-
-  TensorView read(const py::handle& tensor) {
-    const TensorView view = view_of(tensor, kCaller, Memory::kCuda, stream_);
-    if (device_ < 0) device_ = view.cuda_device;
-    PYCOMM_CHECK(view.cuda_device == device_, kInvalidArgument, kCaller,
-                 ": tensors on CUDA devices ", device_, " and ", view.cuda_device, " together");
-    return view;
-  }
-  int device() const { return device_; }
-
- private:
-  const StreamOf stream_;
-  int device_ = -1;
-};
-
-void* as_stream(uintptr_t stream) { return reinterpret_cast<void*>(stream); }
-
-CodecCounts* read_counts(DeviceReader& reader, const py::object& tensor) {
-  const TensorView view = reader.read(tensor);
-  PYCOMM_CHECK(view.dtype == DType::kInt64 && view.bytes() == sizeof(CodecCounts), kInvalidArgument,
-               "transcode: counts are ", sizeof(CodecCounts) / sizeof(int64_t), " int64, not ",
-               view.count, " ", name_of(view.dtype));
-  return static_cast<CodecCounts*>(view.data);
-}
 
 void py_cuda_transcode(const Codec& codec, int64_t count, uintptr_t stream,
                        const std::vector<EncodedPair>& wires,
@@ -93,7 +62,7 @@ void py_cuda_reduce(const py::object& output, const TensorList& sources, const s
   PYCOMM_CHECK(!scales || scales->size() == sources.size(), kInvalidArgument,
                "reduce: one scale for each source");
   const RealView real = real_view(view.dtype);
-  const ReduceOp reduce_op = parse_op(op, kCaller);
+  const ReduceOp reduce_op = parse_op(op, kDeviceCaller);
   PYCOMM_CHECK(can_reduce(view.dtype, reduce_op), kInvalidArgument, "reduce: dtype ",
                name_of(view.dtype), " has no op ", op);
   const double* factors = scales ? scales->data() : nullptr;

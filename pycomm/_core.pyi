@@ -333,6 +333,71 @@ def cuda_reduce(
     stream: int,
     scales: Sequence[float] | None = None,
 ) -> None: ...
+
+class PeerMemory:
+    """Of a build with CUDA."""
+
+    def __init__(
+        self,
+        device: int,
+        rank: int,
+        world_size: int,
+        timeout: timedelta,
+        *,
+        blocks: int = 32,
+        slots: int = 4,
+        slot_bytes: int = 65536,
+    ) -> None: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def device(self) -> int: ...
+    @property
+    def blocks(self) -> int: ...
+    @property
+    def handle(self) -> str: ...
+    def connect(self, handles: Sequence[str]) -> None: ...
+    def all_reduce(
+        self,
+        input: Any,
+        output: Any,
+        op: str = "sum",
+        *,
+        stream: int,
+        algorithm: str = "auto",
+        scales: Sequence[float] | None = None,
+    ) -> None: ...
+    def compressed_all_reduce(
+        self,
+        codec: Codec,
+        tensors: Sequence[Any],
+        *,
+        stream: int,
+        algorithm: str = "auto",
+        factor: float = 1.0,
+        divisor: float = 1.0,
+        residual: Any | None = None,
+        counts: Any | None = None,
+        infinite: bool = False,
+        stochastic: bool = False,
+        seed: int = 0,
+    ) -> None: ...
+    def check(self) -> None: ...
+    def abort(self) -> None: ...
+    def close(self) -> None: ...
+
+def peer_handle(
+    host: str,
+    process: int,
+    device: str,
+    *,
+    blocks: int = 32,
+    slots: int = 4,
+    slot_bytes: int = 65536,
+) -> str: ...
+def why_not_mapped(mine: str, theirs: str) -> str: ...
 def support_table() -> dict[str, list[str]]: ...
 
 eager_bytes: int

@@ -47,12 +47,18 @@ class Unit:
     source: str
     kernels: int
     most_registers: int
+    #: Bytes of local memory for lists that are indexed and for calls; no spills all the same.
+    most_stack: int = 0
 
 
 UNITS: Final = {
     "codec": Unit("csrc/kernels/codec_cuda.cu", 6 * 3, 64),  # formats, dtypes
     # Integers, floats and bool with the ops that each has. Its launcher asks how many threads fit.
     "reduce": Unit("csrc/kernels/elementwise_cuda.cu", 8 * 8 + 6 * 6 + 7, 64),
+    # Algorithms, dtypes (and formats). A block of 256 threads has a multiprocessor, so registers are
+    # no matter; sources are looked up in a list.
+    "p2p": Unit("csrc/p2p/all_reduce_cuda.cu", 3 * 15, 255, 176),
+    "p2p compressed": Unit("csrc/p2p/compressed_cuda.cu", 3 * 6 * 3, 255, 48),
 }
 
 
@@ -69,8 +75,9 @@ def test_kernels_compile_to_wide_accesses_without_spills(
         r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report
     )
     print(f"sm_{architecture}, {name}: {sorted(registers)} registers")
-    assert len(registers) == len(frames) == unit.kernels
-    assert set(frames) == {("0", "0", "0")}
+    assert len(registers) == unit.kernels <= len(frames)
+    assert {frame[1:] for frame in frames} == {("0", "0")}
+    assert max(int(frame[0]) for frame in frames) <= unit.most_stack
     assert max(registers) <= unit.most_registers
 
     tool = disassembler()
@@ -78,9 +85,13 @@ def test_kernels_compile_to_wide_accesses_without_spills(
         pytest.skip("spills were checked; there is no nvdisasm to look at the accesses with")
     code = instructions(tool, cubin)
     assert len(code) == unit.kernels
-    assert [kernel for kernel, body in code.items() if "LDG.E.128" not in body] == []
-    assert [kernel for kernel, body in code.items() if "STG.E.128" not in body] == []
-    assert [kernel for kernel, body in code.items() if re.search(r"\b(LDL|STL)\b", body)] == []
+    # Of pointers out of a list the compiler does not see that they are global (LD, ST).
+    space = "G" if unit.most_stack == 0 else "G?"
+    for access in ("LD", "ST"):
+        wide = re.compile(rf"\b{access}{space}\.E\.128\b")
+        assert [kernel for kernel, body in code.items() if not wide.search(body)] == []
+    if unit.most_stack == 0:
+        assert [kernel for kernel, body in code.items() if re.search(r"\b(LDL|STL)\b", body)] == []
     # No product of ours is fused with a sum: forbidding it changes nothing.
     unfused = tmp_path / "unfused.cubin"
     compiled(unit, architecture, unfused, "-fmad=false")

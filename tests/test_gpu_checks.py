@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any, Final
 
 import gpu_bandwidth
 import gpu_checks
+import gpu_peer
 import pytest
 import torch
 from gpu_device import StandIn
@@ -101,6 +104,81 @@ def test_checks_notice_a_wrong_kernel(
     differences = json.loads((tmp_path / "gpu.json").read_text())["correctness"]["differences"]
     assert any(words in line for line in differences)
     assert "FAILED: kernels are wrong" in capsys.readouterr().out
+
+
+class SpoiledSums(gpu_peer.StandInPeers):
+    """The last rank of a sum has another last bit."""
+
+    def all_reduce(
+        self, inputs: Sequence[torch.Tensor], op: str, algorithm: str, scales: list[float] | None
+    ) -> list[torch.Tensor]:
+        outputs = super().all_reduce(inputs, op, algorithm, scales)
+        if inputs[0].dtype == torch.int32:
+            flip(outputs[-1])
+        return outputs
+
+
+class SpoiledPeerResidual(gpu_peer.StandInPeers):
+    """Rank 0 loses a residual's last bit."""
+
+    def compressed(self, call: gpu_peer.Compressed) -> None:
+        super().compressed(call)
+        flip(call.residuals[0])
+
+
+class OtherShards(gpu_peer.StandInPeers):
+    """Sums with the algorithm of two_shot whatever was asked."""
+
+    def compressed(self, call: gpu_peer.Compressed) -> None:
+        super().compressed(dataclasses.replace(call, algorithm="two_shot"))
+
+
+class ReplaysOnce(gpu_peer.StandInPeers):
+    """Forgets the turns of a graph."""
+
+    def replayed(self, inputs: Sequence[torch.Tensor], turns: int) -> list[torch.Tensor]:
+        return super().replayed(inputs, 1)
+
+
+class SaysNothing(gpu_peer.StandInPeers):
+    """Of a rank that does not come."""
+
+    def alone(self) -> str:
+        return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "words"),
+    [
+        (SpoiledSums, r"sum of 4 x \d+ int32: rank 3 differs"),
+        (SpoiledPeerResidual, "rank 0: residuals differ"),
+        (OtherShards, r"one_shot of 4 x \d+ .*: results differ"),
+        (ReplaysOnce, "a graph of 2 ranks gives other sums"),
+        (SaysNothing, "a rank that does not come: nothing"),
+    ],
+)
+def test_checks_notice_wrong_peers(
+    spoiled: type[gpu_peer.StandInPeers], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each fault under its name, and without one none."""
+    device = StandIn(core)
+    monkeypatch.setattr(gpu_peer, "StandInPeers", spoiled)
+    monkeypatch.setattr(gpu_peer, "COUNTS", (17, 300))
+    found = [line for lines in gpu_peer.differences(device, True) for line in lines]
+    assert any(re.search(words, line) for line in found), found[:5]
+
+
+def test_shards_cover_every_value_once() -> None:
+    """As the kernel divides them, in order."""
+    for count in (1, 64, 4099, 300_001):
+        for name, block in gpu_peer.CODECS:
+            codec = core.Codec(name, block)
+            tensors = tuple(torch.zeros(count) for _ in range(3))
+            call = gpu_peer.Compressed(codec, "two_shot", 1.0, tensors, tensors)
+            pieces = list(gpu_peer.owned(call))
+            assert [begin for begin, _, _ in pieces] == [0, *(end for _, end, _ in pieces[:-1])]
+            assert pieces[-1][1] == count
+            assert all(begin % gpu_peer.granule(codec) == 0 for begin, _, _ in pieces)
 
 
 def test_checks_pass_with_the_cpu_kernels(

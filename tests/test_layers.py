@@ -26,9 +26,9 @@ LAYERS: Final = (
     (r"slots\.h", 2),
     (r"algorithms/.*", 3),
     (r"(board|communicator|worker|recorder)\.(h|cpp)", 4),
-    (r"(shm|nccl)/.*", 5),
+    (r"(shm|nccl|p2p)/.*", 5),
     (
-        r"((core|communicator|codec|nccl|kernels_cuda)_bindings\.cpp|bindings\.h|python_(tensor|call_site|transcode)\.(h|cpp)|dlpack\.h)",
+        r"((core|communicator|codec|nccl|kernels_cuda|p2p_cuda)_bindings\.cpp|bindings\.h|python_(tensor|call_site|transcode|device_reader)\.(h|cpp)|dlpack\.h)",
         6,
     ),
     (r"c10d/.*", 6),
@@ -144,7 +144,7 @@ def test_foreign_headers_stay_where_they_belong(library: str) -> None:
         "pybind11": (
             re.compile(r"pybind11/|Python\.h"),
             re.compile(
-                r"(\w+_)?bindings\.(h|cpp)|python_(tensor|call_site|interrupt|transcode)\.(h|cpp)|c10d/bindings\.cpp"
+                r"(\w+_)?bindings\.(h|cpp)|python_(tensor|call_site|interrupt|transcode|device_reader)\.(h|cpp)|c10d/bindings\.cpp"
             ),
         ),
         "cuda": (re.compile(r"cuda|cub/|cooperative_groups"), re.compile(r".*\.cuh?")),

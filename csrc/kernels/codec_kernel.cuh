@@ -115,11 +115,11 @@ __device__ inline int find_span(const DeviceSpans& spans, int64_t number) {
 // Where a thread's elements are, [number, number + lanes) of the tensors' numbering: together, from
 // `together` on, or one by one, from tensor `span` on.
 template <class T>
-struct Place {
+struct LanePlace {
   T* together = nullptr;
   int span = 0;
 
-  __device__ PYCOMM_ALWAYS_INLINE Place(const DeviceSpans& spans, int64_t number, int lanes) {
+  __device__ PYCOMM_ALWAYS_INLINE LanePlace(const DeviceSpans& spans, int64_t number, int lanes) {
     if (spans.count == 1) {
       together = static_cast<T*>(spans.data) + number;
       return;
@@ -216,7 +216,7 @@ __device__ PYCOMM_ALWAYS_INLINE void add_own(const DeviceTranscodeCall& call, in
     sum[lane] = sum[lane] + value;
   };
   const int64_t number = call.first + at;
-  Place<const T> place(call.inputs, number, lanes);
+  LanePlace<const T> place(call.inputs, number, lanes);
   if (place.together) {
     load_lanes(place.together, lanes, add);
   } else {
@@ -231,7 +231,7 @@ __device__ PYCOMM_ALWAYS_INLINE void write_outputs(const DeviceTranscodeCall& ca
                                                    int lanes,
                                                    const float (&values)[kTranscodeLanes]) {
   const int64_t number = call.first + at;
-  Place<T> place(call.outputs, number, lanes);
+  LanePlace<T> place(call.outputs, number, lanes);
   if (place.together) {
     store_lanes(place.together, lanes, [&](int lane) { return from_accumulator<T>(values[lane]); });
   } else {
@@ -399,9 +399,10 @@ __device__ PYCOMM_ALWAYS_INLINE V sum_of_warp(V value) {
   return value;
 }
 
-// All threads call this.
+// All threads call this. `with_values`: also how many values the whole call has.
 __device__ PYCOMM_ALWAYS_INLINE void add_counts(const DeviceTranscodeCall& call,
-                                                const ThreadCounts& counts, BlockCounts& block) {
+                                                const ThreadCounts& counts, BlockCounts& block,
+                                                bool with_values) {
   if (threadIdx.x == 0) block = BlockCounts{};
   __syncthreads();
   const int overflows = sum_of_warp(counts.overflows), underflows = sum_of_warp(counts.underflows);
@@ -420,7 +421,7 @@ __device__ PYCOMM_ALWAYS_INLINE void add_counts(const DeviceTranscodeCall& call,
   const auto add = [](int64_t* to, DeviceCount count) {
     if (count) atomicAdd(reinterpret_cast<DeviceCount*>(to), count);
   };
-  if (blockIdx.x == 0) add(&call.counts->values, static_cast<DeviceCount>(call.count));
+  if (with_values) add(&call.counts->values, static_cast<DeviceCount>(call.count));
   add(&call.counts->overflows, block.overflows);
   add(&call.counts->underflows, block.underflows);
   add(&call.counts->non_finite, block.non_finite);
@@ -430,27 +431,30 @@ __device__ PYCOMM_ALWAYS_INLINE void add_counts(const DeviceTranscodeCall& call,
 
 // ---- the kernel ---------------------------------------------------------------------------------
 
-// T: of the tensors. The threads of a block are whole warps and have lanes for one codec block, at
-// least.
+// What a block of threads shares while it works on a call.
+struct TranscodeShared {
+  BlockMaxima maxima;
+  BlockCounts counts;
+};
+
+// One of `parts` parts of a call, by a block of threads: whole warps, with lanes for one codec
+// block, at least. T: of the tensors.
 template <WireFormat kFormat, class T>
-__global__ void __launch_bounds__(kMostTranscodeThreads,
-                                  kTranscodeThreadsPerProcessor / kMostTranscodeThreads)
-    transcode_kernel(const __grid_constant__ DeviceTranscodeCall call) {
+__device__ PYCOMM_ALWAYS_INLINE void transcode_part(const DeviceTranscodeCall& call,
+                                                    TranscodeShared& shared, int part, int parts) {
   using Format = FormatOf<kFormat>;
-  __shared__ BlockMaxima maxima;
-  __shared__ BlockCounts block_counts;
   const int length = call.block > 0 ? call.block : kBlockGranule;
   const int tile_blocks = static_cast<int>(blockDim.x) * kTranscodeLanes / length;
   const int at_in_tile = static_cast<int>(threadIdx.x) * kTranscodeLanes;
   const int block_in_tile = at_in_tile / length;  // beyond the last: no lanes
   const bool scales = call.values && call.block > 0;
   ThreadCounts counts;
-  if (scales) maxima.clear();
+  if (scales) shared.maxima.clear();
 
   const int64_t blocks = (call.count + length - 1) / length;
   int turn = 0;
-  for (int64_t first_block = int64_t{blockIdx.x} * tile_blocks; first_block < blocks;
-       first_block += int64_t{gridDim.x} * tile_blocks) {
+  for (int64_t first_block = int64_t{part} * tile_blocks; first_block < blocks;
+       first_block += int64_t{parts} * tile_blocks) {
     const int64_t begin = first_block * length, at = begin + at_in_tile;
     const int64_t left = block_in_tile < tile_blocks ? call.count - at : 0;
     const int lanes = left >= kTranscodeLanes ? kTranscodeLanes
@@ -480,14 +484,23 @@ __global__ void __launch_bounds__(kMostTranscodeThreads,
     }
     if (scales) {
       const int slot = block_in_tile < tile_blocks ? block_in_tile : 0;
-      largest = maxima.of(turn, slot, length, largest);
+      largest = shared.maxima.of(turn, slot, length, largest);
       turn = (turn + 1) % BlockMaxima::kSets;
     }
     if (lanes == 0) continue;
     if (call.values) encode_lanes<kFormat>(call, counts, block, largest, at, lanes, sum);
     if (call.outputs.count > 0) write_outputs<T>(call, at, lanes, sum);
   }
-  if (call.counts && call.values) add_counts(call, counts, block_counts);
+  if (call.counts && call.values) add_counts(call, counts, shared.counts, part == 0);
+}
+
+template <WireFormat kFormat, class T>
+__global__ void __launch_bounds__(kMostTranscodeThreads,
+                                  kTranscodeThreadsPerProcessor / kMostTranscodeThreads)
+    transcode_kernel(const __grid_constant__ DeviceTranscodeCall call) {
+  __shared__ TranscodeShared shared;
+  transcode_part<kFormat, T>(call, shared, static_cast<int>(blockIdx.x),
+                             static_cast<int>(gridDim.x));
 }
 
 }  // namespace pycomm

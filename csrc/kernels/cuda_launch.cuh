@@ -7,14 +7,10 @@
 
 #include <cstdint>
 
-#include "../error.h"
+#include "cuda_check.cuh"
 #include "device_types.cuh"
 
 namespace pycomm {
-
-inline void check_cuda(cudaError_t status, const char* what) {
-  PYCOMM_CHECK(status == cudaSuccess, kError, what, ": ", cudaGetErrorString(status));
-}
 
 inline bool is_aligned_pack(const void* at) {
   return reinterpret_cast<uintptr_t>(at) % kPackBytes == 0;

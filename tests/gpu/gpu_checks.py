@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import gpu_bandwidth
 import gpu_cases
+import gpu_peer
 import torch
 from gpu_device import Gpu, StandIn, load_core, why_not
 
@@ -40,6 +41,7 @@ def differences(core: Any, device: StandIn, quick: bool, large: int) -> Iterator
             for sources in gpu_cases.SOURCES:
                 for count in gpu_cases.REDUCE_COUNTS[:: 2 if quick else 1]:
                     yield gpu_cases.reduce_differences(core, device, dtype, op, sources, count)
+    yield from gpu_peer.differences(device, quick)
     yield gpu_cases.large_differences(core, device, large)
 
 
