@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(NVCC is None, reason="needs nvcc")
 
 def run(*command: str | Path) -> str:
     done = subprocess.run(
-        [str(part) for part in command], cwd=ROOT, text=True, timeout=300, check=False,
+        [str(part) for part in command], cwd=ROOT, text=True, timeout=900, check=False,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-8000:]
