@@ -13,7 +13,7 @@ SANITIZE := tests/cpp/run.sh
 
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: build demo elastic test test-gpu faults peer clients bench bench-peers lint format sanitize clean
+.PHONY: build demo elastic test test-gpu test-nvcc faults peer clients bench bench-peers lint format sanitize clean
 
 $(INSTALLED): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -35,6 +35,10 @@ test: build
 # The CUDA kernels on the GPU that is here: right to the bit, and as fast as a copy. With any python3 that has torch.
 test-gpu:
 	PYTHON=$${PYTHON:-python3} tests/gpu/run.sh $(ARGS)
+
+# What nvcc makes of the CUDA kernels, for every architecture: no spills, 16-byte accesses, no fused products.
+test-nvcc: build
+	$(BIN)/python -m pytest -s tests/test_cuda_build.py --all-architectures $(ARGS)
 
 # A training of which one rank is killed, and another one joins.
 elastic: build

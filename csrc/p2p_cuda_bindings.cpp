@@ -63,7 +63,7 @@ class PyPeerMemory {
                         as_stream(stream), scales ? scales->data() : nullptr);
   }
 
-  void compressed_all_reduce(const Codec& codec, const TensorList& tensors, uintptr_t stream,
+  void compressed_all_reduce(const TensorList& tensors, const Codec& codec, uintptr_t stream,
                              const std::string& algorithm, float factor, float divisor,
                              const std::optional<py::object>& residual,
                              const std::optional<py::object>& counts, bool infinite,
@@ -138,8 +138,8 @@ void bind_class(py::module_& m) {
       .def("all_reduce", &PyPeerMemory::all_reduce, arg("input"), arg("output"), arg("op") = "sum",
            py::kw_only(), arg("stream"), arg("algorithm") = "auto", arg("scales") = py::none(),
            "Launches one kernel on the stream; input and output may be the same. Collective.")
-      .def("compressed_all_reduce", &PyPeerMemory::compressed_all_reduce, arg("codec"),
-           arg("tensors"), py::kw_only(), arg("stream"), arg("algorithm") = "auto",
+      .def("compressed_all_reduce", &PyPeerMemory::compressed_all_reduce, arg("tensors"),
+           arg("codec"), py::kw_only(), arg("stream"), arg("algorithm") = "auto",
            arg("factor") = 1.0f, arg("divisor") = 1.0f, arg("residual") = py::none(),
            arg("counts") = py::none(), arg("infinite") = false, arg("stochastic") = false,
            arg("seed") = 0, "The same with values that travel encoded; in place.")

@@ -371,8 +371,8 @@ class PeerMemory:
     ) -> None: ...
     def compressed_all_reduce(
         self,
-        codec: Codec,
         tensors: Sequence[Any],
+        codec: Codec,
         *,
         stream: int,
         algorithm: str = "auto",

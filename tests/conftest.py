@@ -13,6 +13,14 @@ from pycomm.extension import core
 harness.warm_up()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """What only longer suites do."""
+    parser.addoption(
+        "--all-architectures", action="store_true",
+        help="test_cuda_build.py: compile the kernels for every GPU architecture (make test-nvcc)",
+    )  # fmt: skip
+
+
 @pytest.fixture
 def instruction_set_restored() -> Iterator[None]:
     """One thread for torch; the instruction set of before the test is in use again after it."""

@@ -217,7 +217,7 @@ class StreamPeers(StandInPeers):
         torch.cuda.synchronize()
         for rank, memory in enumerate(self.memories):
             memory.compressed_all_reduce(
-                call.codec, [call.tensors[rank]], stream=self.streams[rank].cuda_stream,
+                [call.tensors[rank]], call.codec, stream=self.streams[rank].cuda_stream,
                 algorithm=call.algorithm, divisor=call.divisor, residual=call.residuals[rank],
             )  # fmt: skip
         self._finish()
