@@ -1,4 +1,4 @@
-"""Hosts that are network namespaces of this machine, with links that tc shapes; needs root, and iproute2's ip and tc."""
+"""Hosts that are network namespaces of this machine, with links that tc shapes; needs root, and `ip` and `tc`."""
 
 from __future__ import annotations
 

@@ -78,14 +78,20 @@ def _levels(group: Group, steps: int) -> tuple[int, int]:
     return inside, steps - inside
 
 
-def _ring_step(group: Group, sent: float) -> Cost:
-    """Everybody sends to the next rank; one rank of each host to another host."""
-    costs = []
-    if group.local > 1:
-        costs.append(phase(group.inside, 1, sent))
-    if group.hosts > 1:
-        costs.append(phase(group.between, 1, sent, flows=group.neighbours))
-    return _slower(*costs)
+def _ring(group: Group, steps: int, sent: float) -> Cost:
+    """In every step everybody sends to the next rank; one rank of each host to another host.
+
+    A piece on its way meets fast and slow links; but no link takes pieces faster than one after the other.
+    """
+    levels = [(group.hosts if group.hosts > 1 else 0, group.between, group.neighbours)]
+    levels.append((group.world_size - levels[0][0], group.inside, 1))
+    around, queues = Cost(), []
+    for hops, link, flows in levels:
+        if hops:
+            around += phase(link, hops, sent, flows=flows) * (steps / group.world_size)
+            wire = phase(link, steps, sent, flows=flows).wire
+            queues.append(Cost(steps * link.each_further, wire))
+    return _slower(around, *queues)
 
 
 def _everybody(group: Group, each: float) -> Cost:
@@ -171,7 +177,7 @@ def halving_doubling(group: Group, n: float, summed: float) -> Cost:
 
 
 def tree(group: Group, n: float, summed: float) -> Cost:
-    """Two binary trees, each of which sums half and hands it down, chunk by chunk (S, N): 2 n, depth lg p.
+    """Two binary trees, each of which sums half and hands it down, chunk by chunk (S, N): 2 n, depth lg p, rounded down.
 
     A rank is inside one tree and a leaf of the other, so it sends and receives 4 messages a chunk. The first chunk goes
     up and down, 2 lg p hops, in each of which a parent takes two messages; the others follow. Chunks are of the best
@@ -182,9 +188,9 @@ def tree(group: Group, n: float, summed: float) -> Cost:
         return ring(group, n, summed)
     levels = []  # hops from top to bottom, link, groups that share it
     if group.hosts > 1:
-        levels.append((_lg(group.hosts), group.between, group.neighbours))
+        levels.append((group.hosts.bit_length() - 1, group.between, group.neighbours))
     if group.local > 1:
-        hops = group.local - 1 if group.hosts > 1 else _lg(p)
+        hops = group.local - 1 if group.hosts > 1 else p.bit_length() - 1
         levels.append((hops, group.inside, 1))
     wholes = [2 * n * flows * (2 - link.duplex) / link.bandwidth for _, link, flows in levels]
     gap = max(link.each_further for _, link, _ in levels)
@@ -220,9 +226,7 @@ def reduce_scatter_two_shot(group: Group, n: float, summed: float) -> Cost:
 def reduce_scatter_ring(group: Group, n: float, summed: float) -> Cost:
     """p-1 steps of n/p (P)."""
     p = group.world_size
-    if p == 1:
-        return Cost()
-    return _ring_step(group, n / p) * (p - 1) + Cost(kernels=share(p) * n * summed)
+    return _ring(group, p - 1, n / p) + Cost(kernels=share(p) * n * summed)
 
 
 def recursive_halving(group: Group, n: float, summed: float) -> Cost:
@@ -253,8 +257,7 @@ def all_gather_one_shot(group: Group, n: float, summed: float) -> Cost:
 
 def all_gather_ring(group: Group, n: float, summed: float) -> Cost:
     """p-1 steps of n/p (T)."""
-    p = group.world_size
-    return _ring_step(group, n / p) * (p - 1) if p > 1 else Cost()
+    return _ring(group, group.world_size - 1, n / group.world_size)
 
 
 def all_gather_doubling(group: Group, n: float, summed: float) -> Cost:
@@ -294,13 +297,18 @@ def broadcast_scatter(group: Group, n: float, summed: float) -> Cost:
 
 
 def broadcast_ring(group: Group, n: float, summed: float) -> Cost:
-    """From rank to rank in k chunks, of the best size: (p - 2 + k) steps of n/k (N)."""
-    p = group.world_size
-    if p == 1:
-        return Cost()
-    whole, start = _ring_step(group, n).wire, _ring_step(group, 0).latency
-    chunks = max(1, round(math.sqrt((p - 2) * whole / start))) if start else 64
-    return _ring_step(group, n / chunks) * (p - 2 + chunks)
+    """From rank to rank in k chunks, of the best size (N): p - 1 hops of the first, and the others behind it."""
+    far, near = group.hosts - 1, group.world_size - group.hosts
+    hops = [(near, group.inside, 1), (far, group.between, group.neighbours)]
+    wires = [phase(link, 1, n, flows=flows, both_ways=False).wire for _, link, flows in hops]
+    slowest = max((wire for (many, _, _), wire in zip(hops, wires, strict=True) if many), default=0)
+    gap = max((link.each_further for many, link, _ in hops if many), default=0)
+    spread = sum(many * wire for (many, _, _), wire in zip(hops, wires, strict=True)) - slowest
+    chunks = max(1, round(math.sqrt(max(spread, 0.0) / gap))) if gap else 64
+    found = Cost((chunks - 1) * gap, (chunks - 1) / chunks * slowest)
+    for (many, link, _), wire in zip(hops, wires, strict=True):
+        found += Cost(many * link.latency, many * wire / chunks)
+    return found
 
 
 Algorithm = Callable[[Group, float, float], Cost]

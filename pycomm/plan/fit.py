@@ -27,8 +27,9 @@ class Sample:
 def fit_link(samples: Iterable[Sample], world_size: int, gap_share: float = 1.0) -> Link:
     """The link of `world_size` equal ranks on which the model comes nearest to the samples, by relative squares.
 
-    Two samples are met exactly; sums are in it, so predict with infinite memory. gap_share: the gap by the latency.
-    Raises InvalidArgument for fewer than two samples, and where no positive bandwidth and latency fit.
+    Two samples are met exactly, if some latency and bandwidth above 0 do so; sums are in it, so predict with infinite
+    memory. gap_share: the gap by the latency. Raises InvalidArgument for fewer than two samples, for two of one size,
+    and where larger messages take less time.
     """
     rows = [_row(sample, world_size, gap_share) for sample in samples]
     if len(rows) < 2:
@@ -40,7 +41,9 @@ def fit_link(samples: Iterable[Sample], world_size: int, gap_share: float = 1.0)
         raise InvalidArgument("the samples tell latency and bandwidth not apart; take two sizes")
     latency = (a * bb - b * ab) / determinant
     inverse = (b * aa - a * ab) / determinant
-    if latency < 0 or inverse <= 0:
+    if latency < 0:  # large messages are slower than small ones foretell: bytes alone
+        latency, inverse = 0.0, b / bb
+    if inverse <= 0:
         raise InvalidArgument(
             f"no link fits the samples (latency {latency:.3g} s, {inverse:.3g} s per byte); "
             "measure again, or sizes that are further apart"

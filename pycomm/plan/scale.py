@@ -85,6 +85,10 @@ def plot(points: Sequence[Point], title: str, path: Path) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
+    kinds = plt.figure().canvas.get_supported_filetypes()
+    plt.close()
+    if path.suffix[1:] not in kinds:
+        raise InvalidArgument(f"{path.suffix[1:]} is no kind of picture: {' '.join(kinds)}")
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
     colors = {
         "one_shot": "#d55e00",

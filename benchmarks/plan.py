@@ -1,0 +1,385 @@
+"""What pycomm.plan predicts, and what is measured: over shared memory, and between hosts with links of some bandwidths.
+
+    python benchmarks/plan.py
+    python benchmarks/plan.py --links 100 --repeats 3 --json plan.json
+
+Shared memory: pycomm.Communicator on two ranks, a link fitted to two sizes (marked *) for each of three regimes:
+one_shot, two_shot in the caches, two_shot beyond them; and pycomm's DDP, whose step is predicted from the plain
+module's. Hosts are network namespaces, whose links tc shapes (which needs root, and `ip` and `tc`), and carry Gloo's
+ring: the bandwidth is the one that tc was given, in Mbit/s; the latency of all links is fitted to the smallest message
+of two hosts on the first link (*); and torch's DDP, whose buckets travel during backward. All sizes take turns; a
+repeat takes the fastest of its calls (of batches of them, if short), figures are medians [quartiles] of repeats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ddp import MODELS, step
+from links import DEVICE, PAYLOAD, hosts
+from machine import cpu_model, others_share, read_clock
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDdp
+from words import format_bytes
+
+import pycomm
+from pycomm.plan import Bucket, Group, Link, Sample, buckets_of, drain, fit_link, predict
+
+K, M = 2**10, 2**20
+#: Of shared memory: how it goes there, the two sizes of the fit, and those that are predicted.
+REGIMES = (
+    ("one_shot", (64, 32 * K), (8, K, 4 * K, 16 * K)),
+    ("two_shot", (64 * K, M), (128 * K, 256 * K, 512 * K, 4 * M)),
+    ("two_shot", (48 * M, 128 * M), (64 * M, 96 * M, 192 * M)),
+)
+#: Between hosts; the first one is what the latency is fitted to.
+SIZES = (4 * K, 64 * K, 256 * K, M, 4 * M, 16 * M)
+CAPS = (4, 25)  # MiB a bucket
+PLAIN = "plain"
+
+
+# ---- a rank ---------------------------------------------------------------------------------------------------------
+
+
+def deep() -> tuple[nn.Module, torch.Tensor]:
+    """8.4 M parameters in 8 equal layers, whose backward takes about as long as they travel."""
+    layers = [nn.Linear(1024, 1024, bias=False) for _ in range(8)]
+    return nn.Sequential(*layers), torch.randn(1024, 1024)
+
+
+def reducer(arguments: argparse.Namespace) -> Callable[[torch.Tensor], object]:
+    """What is measured."""
+    if arguments.link:
+        return dist.all_reduce
+    communicator = pycomm.get_communicator()
+    return lambda tensor: communicator.all_reduce(tensor, "max")
+
+
+def batch_of(calls: int, reduce: Callable[[torch.Tensor], object], tensor: torch.Tensor) -> float:
+    """Seconds per call."""
+    began = time.perf_counter()
+    for _ in range(calls):
+        reduce(tensor)
+    return (time.perf_counter() - began) / calls
+
+
+def collectives(
+    arguments: argparse.Namespace, reduce: Callable[[torch.Tensor], object]
+) -> dict[str, list[float]]:
+    """Seconds per call, by bytes: of every repeat the fastest of some batches, before which the links are in use."""
+    tensors = {size: torch.ones(size // 4) for size in arguments.sizes}
+    found: dict[str, list[float]] = {str(size): [] for size in tensors}
+    chance, order = random.Random(1), list(tensors)
+    for repeat in range(arguments.repeats + 1):
+        chance.shuffle(order)
+        for size in order:
+            calls = max(1, min(5 if arguments.link else 100, 4 * M // size))
+            batches = 2 if size > 4 * M else 5 if arguments.link else 15
+            reduce(tensors[size])
+            fastest = min(batch_of(calls, reduce, tensors[size]) for _ in range(batches))
+            if repeat:  # the first one warms up
+                found[str(size)].append(fastest)
+    return found
+
+
+def slowest(seconds: float) -> float:
+    """Of all ranks."""
+    box = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(box, dist.ReduceOp.MAX)
+    return box.item()
+
+
+def ready_times(module: nn.Module, batch: torch.Tensor) -> tuple[list[tuple[int, float]], float]:
+    """Bytes of every gradient and seconds after backward's begin at which it is there; and when backward ends."""
+    found: list[tuple[int, float]] = []
+    output = module(batch).square().mean()
+    began = time.perf_counter()
+    handles = [
+        parameter.register_post_accumulate_grad_hook(
+            lambda p: found.append((4 * p.numel(), time.perf_counter() - began))
+        )
+        for parameter in module.parameters()
+    ]
+    output.backward()
+    end = time.perf_counter() - began
+    for handle in handles:
+        handle.remove()
+    return found, end
+
+
+def steps(arguments: argparse.Namespace, name: str) -> dict[str, Any]:
+    """Seconds of a step, by how the module is wrapped; and of the plain one when its gradients are there."""
+    torch.manual_seed(0)
+    module, batch = {**MODELS, "deep": deep}[name]()
+    models: dict[str, nn.Module] = {PLAIN: copy.deepcopy(module)}
+    if arguments.link:
+        models |= {f"{cap} MiB": TorchDdp(module, bucket_cap_mb=cap) for cap in CAPS}
+    else:
+        models["pycomm"] = pycomm.DistributedDataParallel(module)
+    optimizers = {
+        key: torch.optim.SGD(m.parameters(), 1e-6, foreach=True) for key, m in models.items()
+    }
+    found: dict[str, Any] = {key: [] for key in models}
+    found["ready"] = []
+    chance, order = random.Random(1), list(models)
+    for repeat in range(arguments.repeats + 1):
+        chance.shuffle(order)
+        for key in order:
+            dist.barrier()
+            began = time.perf_counter()
+            step(models[key], optimizers[key], batch)
+            seconds = slowest(time.perf_counter() - began)
+            if repeat:
+                found[key].append(seconds)
+        models[PLAIN].zero_grad()
+        dist.barrier()
+        found["ready"].append(ready_times(models[PLAIN], batch))
+    return found
+
+
+def run_rank(arguments: argparse.Namespace) -> None:
+    """One rank; rank 0 prints what all found."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(arguments.store, arguments.ranks)
+    backend = "gloo" if arguments.link else "pycomm"
+    dist.init_process_group(backend, store=store, rank=arguments.rank, world_size=arguments.ranks)
+    found: dict[str, Any] = {"seconds": collectives(arguments, reducer(arguments))}
+    found["steps"] = {name: steps(arguments, name) for name in arguments.models}
+    if arguments.rank == 0:
+        print(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def measure(
+    arguments: argparse.Namespace, ranks: int, megabits: int, sizes: list[int], models: list[str]
+) -> dict[str, Any]:
+    """Starts the ranks, and returns what rank 0 prints. Over shared memory: 0 megabits."""
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        # What the link lets pass at once: 2 ms, in which a busy machine may look away.
+        burst = max(64 * K, megabits * 250)
+        prefixes = stack.enter_context(hosts(ranks, megabits, burst)) if megabits else [[]] * ranks
+        words = ["--repeats", str(arguments.repeats), "--ranks", str(ranks)]
+        words += ["--sizes", ",".join(map(str, sizes)), "--models", ",".join(models)]
+        words += ["--store", str(Path(folder) / "store"), *(["--link"] if megabits else [])]
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": DEVICE} if megabits else None
+        processes = [
+            subprocess.Popen(
+                [*prefix, sys.executable, __file__, *words, "--rank", str(rank)],
+                stdout=subprocess.PIPE,
+                env=environment,
+            )
+            for rank, prefix in enumerate(prefixes)
+        ]
+        outputs = [process.communicate(timeout=900)[0] for process in processes]
+        assert all(process.returncode == 0 for process in processes)
+    found: dict[str, Any] = json.loads(outputs[0])
+    return found
+
+
+# ---- comparing ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Row:
+    """One measurement, and the prediction."""
+
+    where: str
+    what: str
+    seconds: tuple[float, float, float]  # quartiles
+    predicted: float
+    fitted: bool = False  # to this very measurement
+
+    @property
+    def off(self) -> float:
+        """By which part the prediction is too high."""
+        return self.predicted / self.seconds[1] - 1
+
+
+def quartiles(values: list[float]) -> tuple[float, float, float]:
+    low, middle, high = quantiles(values, n=4)
+    return low, middle, high
+
+
+def compare_shared_memory(found: dict[str, Any]) -> list[Row]:
+    """A link per regime; steps with the last one, which has gradients come from memory."""
+    rows = []
+    where = "shared memory"
+    for algorithm, fitted, predicted in REGIMES:
+        times = {size: quartiles(found["seconds"][str(size)]) for size in (*fitted, *predicted)}
+        link = fit_link([Sample(size, times[size][1], algorithm) for size in fitted], 2)
+        group = Group(1, 2, link, link)
+        for size in sorted(times):
+            one = predict(group, size, algorithm=algorithm)
+            what = f"{format_bytes(size)}, {algorithm}"
+            rows.append(Row(where, what, times[size], one.seconds, size in fitted))
+    for name, times in found["steps"].items():
+        total = sum(size for size, _ in times["ready"][0][0])
+        bucket = Bucket(0.0, predict(group, total, algorithm="two_shot").seconds)
+        plain = median(times[PLAIN])
+        predicted_step = plain + drain([bucket], 0.0, overlap=False).exposed
+        what = f"step of {name}, plain {plain * 1e3:.0f} ms"
+        rows.append(Row(where, what, quartiles(times["pycomm"]), predicted_step))
+    return rows
+
+
+def latency_of(seconds: float) -> float:
+    """Of a message, from the smallest all-reduce of two ranks: two steps, whose bytes hardly count."""
+    return seconds / 2
+
+
+def compare_hosts(found: dict[str, Any], ranks: int, megabits: int, latency: float) -> list[Row]:
+    """By the bandwidth that tc was given."""
+    link = Link(megabits * 125e3 * PAYLOAD, latency)
+    group = Group(ranks, 1, link, link)
+    where = f"{ranks} hosts, {megabits} Mbit/s"
+    rows = []
+    for size, seconds in found["seconds"].items():
+        one = predict(group, int(size), algorithm="ring")
+        rows.append(Row(where, f"{format_bytes(int(size))}, ring", quartiles(seconds), one.seconds))
+    for name, times in found["steps"].items():
+        for cap in CAPS:
+            one_step = predict_ddp_step(times, cap * M, group)
+            what = (
+                f"step of {name}, buckets of {cap} MiB, plain {median(times[PLAIN]) * 1e3:.0f} ms"
+            )
+            rows.append(Row(where, what, quartiles(times[f"{cap} MiB"]), one_step))
+    return rows
+
+
+def predict_ddp_step(times: dict[str, Any], bucket_bytes: int, group: Group) -> float:
+    """The plain step, and what the buckets take after its backward."""
+    backward = median(end for _, end in times["ready"])
+    sizes = [size for size, _ in times["ready"][0][0]]
+    ready = [median(one[0][i][1] for one in times["ready"]) for i in range(len(sizes))]
+    buckets = []
+    for members in buckets_of(sizes, bucket_bytes, min(M, bucket_bytes)):
+        bytes = sum(sizes[i] for i in members)
+        one = predict(group, bytes, algorithm="ring")
+        buckets.append(Bucket(ready[members[-1]], one.seconds))
+    return median(times[PLAIN]) + drain(buckets, backward).exposed
+
+
+# ---- results --------------------------------------------------------------------------------------------------------
+
+
+def markdown(rows: list[Row]) -> str:
+    """A table."""
+    lines = ["| where | what | measured, ms | predicted | off by |", "|---|---|---:|---:|---:|"]
+    for row in rows:
+        low, middle, high = (seconds * 1e3 for seconds in row.seconds)
+        off = "*" if row.fitted else f"{row.off * 100:+.0f} %"
+        lines.append(
+            f"| {row.where} | {row.what} | {middle:.4g} [{low:.4g}-{high:.4g}] | "
+            f"{row.predicted * 1e3:.4g} | {off} |"
+        )
+    return "\n".join(lines)
+
+
+def verdict(rows: list[Row]) -> str:
+    """How many are how near."""
+    offs = sorted(abs(row.off) for row in rows if not row.fitted)
+    near = sum(off <= 0.2 for off in offs)
+    return (
+        f"{near} of {len(offs)} predictions within 20 %; median off by {median(offs) * 100:.0f} %, "
+        f"most {offs[-1] * 100:.0f} %"
+    )
+
+
+def numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",") if word]
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument(
+        "--links",
+        type=numbers,
+        default=[100, 300, 1000],
+        help="Mbit/s, with commas; '' for shared memory alone (100,300,1000)",
+    )
+    made.add_argument("--hosts", type=numbers, default=[2, 4], help="how many (2,4)")
+    made.add_argument("--repeats", type=int, default=9, help="at least 2 (9)")
+    made.add_argument(
+        "--models",
+        type=lambda text: [word for word in text.split(",") if word],
+        default=["mlp", "gpt"],
+        help=f"whose steps are measured over shared memory, of {', '.join(MODELS)} (mlp,gpt)",
+    )
+    made.add_argument("--most", type=int, default=2**31, help="no sizes above so many bytes")
+    made.add_argument("--json", type=Path, help="write the comparisons")
+    for name in ("--rank", "--ranks", "--store", "--sizes"):  # of a rank that this program starts
+        kind: Any = {"--store": str, "--sizes": numbers}.get(name, int)
+        made.add_argument(name, help=argparse.SUPPRESS, type=kind)
+    made.add_argument("--link", action="store_true", help=argparse.SUPPRESS)
+    return made
+
+
+def run(arguments: argparse.Namespace) -> list[Row]:
+    """All measurements, each printed as soon as it is there."""
+    sizes = sorted({size for _, *both in REGIMES for some in both for size in some})
+    found = measure(arguments, 2, 0, sizes, arguments.models)
+    rows = compare_shared_memory(found)
+    print(markdown(rows) + "\n", flush=True)
+    latency = None
+    for megabits in arguments.links:
+        for ranks in arguments.hosts:
+            between = [size for size in SIZES if size <= arguments.most]
+            models = ["deep"] if ranks == 2 else []
+            found = measure(arguments, ranks, megabits, between, models)
+            smallest = quartiles(found["seconds"][str(SIZES[0])])[1]
+            is_first = latency is None
+            latency = latency_of(smallest) if latency is None else latency
+            new = compare_hosts(found, ranks, megabits, latency)
+            new[0].fitted = is_first
+            print(markdown(new) + "\n", flush=True)
+            rows += new
+    return rows
+
+
+def main() -> int:
+    """Prints tables, and how near the predictions are; 1 if no link can be fitted."""
+    made = parser()
+    arguments = made.parse_args()
+    if arguments.rank is not None:
+        run_rank(arguments)
+        return 0
+    if arguments.repeats < 2 or min(arguments.links, default=1) < 1:
+        made.error("at least 2 repeats, and positive links")
+    if arguments.hosts[:1] != [2] or set(arguments.models) - set(MODELS):
+        made.error(f"hosts begin with 2, and models are some of {', '.join(MODELS)}")
+    began = read_clock(0)
+    print(f"{cpu_model()}, torch {torch.__version__}, {arguments.repeats} repeats\n", flush=True)
+    try:
+        rows = run(arguments)
+    except pycomm.InvalidArgument as error:
+        print(f"the machine is too busy: {error}", file=sys.stderr)
+        return 1
+    print(verdict(rows))
+    busy = others_share(began, read_clock(sum(os.times()[2:4])))
+    print(f"others used {busy * 100:.0f} % of the machine")
+    if arguments.json:
+        arguments.json.write_text(json.dumps([{**asdict(row), "off": row.off} for row in rows]))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
