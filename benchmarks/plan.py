@@ -3,12 +3,14 @@
     python benchmarks/plan.py
     python benchmarks/plan.py --links 100 --repeats 3 --json plan.json
 
-Shared memory: pycomm.Communicator on two ranks, a link fitted to two sizes (marked *) for each of three regimes:
-one_shot, two_shot in the caches, two_shot beyond them; and pycomm's DDP, whose step is predicted from the plain
-module's. Hosts are network namespaces, whose links tc shapes (which needs root, and `ip` and `tc`), and carry Gloo's
-ring: the bandwidth is the one that tc was given, in Mbit/s; the latency of all links is fitted to the smallest message
-of two hosts on the first link (*); and torch's DDP, whose buckets travel during backward. All sizes take turns; a
-repeat takes the fastest of its calls (of batches of them, if short), figures are medians [quartiles] of repeats.
+Shared memory: pycomm.Communicator on two ranks, a link fitted to two sizes (marked *) for each of three regimes, in
+every repeat anew (but not the third): one_shot beside the header, two_shot in the caches, two_shot beyond them; and
+pycomm's DDP, whose step is predicted from the plain module's. Hosts are network namespaces, whose links tc shapes
+(which needs root, and `ip` and `tc`), and carry Gloo's ring: the bandwidth is the one that tc was given, in Mbit/s; the
+latency of all links is fitted to the smallest message of two hosts on the first link (*); and torch's DDP, whose
+buckets travel during backward. All sizes take turns; a repeat takes the fastest of its calls (of batches of them, if
+short, and over shared memory of those up to 4 MB in which both ranks had a core), figures are medians [quartiles] of
+repeats.
 """
 
 from __future__ import annotations
@@ -44,14 +46,16 @@ from pycomm.plan import Bucket, Group, Link, Sample, buckets_of, drain, fit_link
 K, M = 2**10, 2**20
 #: Of shared memory: how it goes there, the two sizes of the fit, and those that are predicted.
 REGIMES = (
-    ("one_shot", (64, 32 * K), (8, K, 4 * K, 16 * K)),
-    ("two_shot", (64 * K, M), (128 * K, 256 * K, 512 * K, 4 * M)),
+    ("one_shot", (64, 16 * K), (8, K, 4 * K)),  # what travels beside the header
+    ("two_shot", (64 * K, 512 * K), (128 * K, 256 * K, M, 4 * M)),
     ("two_shot", (48 * M, 128 * M), (64 * M, 96 * M, 192 * M)),
 )
 #: Between hosts; the first one is what the latency is fitted to.
 SIZES = (4 * K, 64 * K, 256 * K, M, 4 * M, 16 * M)
 CAPS = (4, 25)  # MiB a bucket
 PLAIN = "plain"
+#: The part of a batch during which a rank must have run, if it never rests.
+OWN_CORE = 0.9
 
 
 # ---- a rank ---------------------------------------------------------------------------------------------------------
@@ -60,7 +64,7 @@ PLAIN = "plain"
 def deep() -> tuple[nn.Module, torch.Tensor]:
     """8.4 M parameters in 8 equal layers, whose backward takes about as long as they travel."""
     layers = [nn.Linear(1024, 1024, bias=False) for _ in range(8)]
-    return nn.Sequential(*layers), torch.randn(1024, 1024)
+    return nn.Sequential(*layers), torch.randn(512, 1024)
 
 
 def reducer(arguments: argparse.Namespace) -> Callable[[torch.Tensor], object]:
@@ -71,31 +75,51 @@ def reducer(arguments: argparse.Namespace) -> Callable[[torch.Tensor], object]:
     return lambda tensor: communicator.all_reduce(tensor, "max")
 
 
-def batch_of(calls: int, reduce: Callable[[torch.Tensor], object], tensor: torch.Tensor) -> float:
-    """Seconds per call."""
-    began = time.perf_counter()
+def batch_of(
+    calls: int, reduce: Callable[[torch.Tensor], object], tensor: torch.Tensor
+) -> tuple[float, float]:
+    """Seconds per call, and how much of them this rank had a core."""
+    began, worked = time.perf_counter(), time.process_time()
     for _ in range(calls):
         reduce(tensor)
-    return (time.perf_counter() - began) / calls
+    seconds = time.perf_counter() - began
+    return seconds / calls, (time.process_time() - worked) / seconds
+
+
+def fastest_of(
+    arguments: argparse.Namespace, reduce: Callable[[torch.Tensor], object], tensor: torch.Tensor
+) -> float | None:
+    """Seconds per call; over shared memory, where ranks never rest, of a batch that had both cores, or None."""
+    size = 4 * tensor.numel()
+    calls = max(1, min(5 if arguments.link else 100, 4 * M // size))
+    large = size > 4 * M  # takes so long that somebody always wants the core
+    batches = 2 if large else 5 if arguments.link else 30
+    reduce(tensor)
+    found = [batch_of(calls, reduce, tensor) for _ in range(batches)]
+    shares = torch.tensor([share for _, share in found], dtype=torch.float64)
+    dist.all_reduce(shares, dist.ReduceOp.MIN)
+    times = [
+        seconds
+        for (seconds, _), share in zip(found, shares.tolist(), strict=True)
+        if arguments.link or large or share > OWN_CORE
+    ]
+    return min(times, default=None)
 
 
 def collectives(
     arguments: argparse.Namespace, reduce: Callable[[torch.Tensor], object]
-) -> dict[str, list[float]]:
-    """Seconds per call, by bytes: of every repeat the fastest of some batches, before which the links are in use."""
+) -> list[dict[str, float]]:
+    """Seconds per call, by bytes, of every repeat. While others have the cores, there are up to three times as many."""
     tensors = {size: torch.ones(size // 4) for size in arguments.sizes}
-    found: dict[str, list[float]] = {str(size): [] for size in tensors}
+    found: list[dict[str, float]] = []
     chance, order = random.Random(1), list(tensors)
-    for repeat in range(arguments.repeats + 1):
+    for _ in range(3 * arguments.repeats + 1):
         chance.shuffle(order)
-        for size in order:
-            calls = max(1, min(5 if arguments.link else 100, 4 * M // size))
-            batches = 2 if size > 4 * M else 5 if arguments.link else 15
-            reduce(tensors[size])
-            fastest = min(batch_of(calls, reduce, tensors[size]) for _ in range(batches))
-            if repeat:  # the first one warms up
-                found[str(size)].append(fastest)
-    return found
+        times = {size: fastest_of(arguments, reduce, tensors[size]) for size in order}
+        found.append({str(size): slowest(t) for size, t in times.items() if t is not None})
+        if sum(len(row) == len(order) for row in found[1:]) == arguments.repeats:
+            break
+    return found[1:]  # the first one warmed up
 
 
 def slowest(seconds: float) -> float:
@@ -187,6 +211,8 @@ def measure(
             )
             for rank, prefix in enumerate(prefixes)
         ]
+        for process in processes:
+            stack.callback(process.kill)
         outputs = [process.communicate(timeout=900)[0] for process in processes]
         assert all(process.returncode == 0 for process in processes)
     found: dict[str, Any] = json.loads(outputs[0])
@@ -204,62 +230,93 @@ class Row:
     what: str
     seconds: tuple[float, float, float]  # quartiles
     predicted: float
+    off: float  # by which part the prediction is too high
     fitted: bool = False  # to this very measurement
-
-    @property
-    def off(self) -> float:
-        """By which part the prediction is too high."""
-        return self.predicted / self.seconds[1] - 1
 
 
 def quartiles(values: list[float]) -> tuple[float, float, float]:
+    if len(values) < 2:
+        raise pycomm.InvalidArgument("others had a core all the time")
     low, middle, high = quantiles(values, n=4)
     return low, middle, high
+
+
+def row_of(where: str, what: str, values: list[float], predicted: float) -> Row:
+    """With what was predicted once, for all repeats."""
+    found = quartiles(values)
+    return Row(where, what, found, predicted, predicted / found[1] - 1)
+
+
+def compare_regime(
+    repeats: list[dict[str, float]], algorithm: str, fitted: tuple[int, ...], sizes: tuple[int, ...]
+) -> tuple[list[Row], list[Link]]:
+    """A link per repeat, in which all sizes were measured while the cores were as near or far; medians of those."""
+    sizes = tuple(sorted((*fitted, *sizes)))
+    whole = [row for row in repeats if all(str(size) in row for size in sizes)]
+    if sizes[0] > 4 * M:  # memory is as far from all cores, and too many share it for one repeat
+        middle = {str(size): median(row[str(size)] for row in whole) for size in fitted}
+        links = [fit_link([Sample(n, middle[str(n)], algorithm) for n in fitted], 2)] * len(whole)
+    else:
+        links = [fit_link([Sample(n, r[str(n)], algorithm) for n in fitted], 2) for r in whole]
+    rows = []
+    for size in sizes:
+        times = [row[str(size)] for row in whole]
+        predicted = [
+            predict(Group(1, 2, link, link), size, algorithm=algorithm).seconds for link in links
+        ]
+        found = quartiles(times)
+        off = median(p / t - 1 for p, t in zip(predicted, times, strict=True))
+        what = f"{format_bytes(size)}, {algorithm}"
+        rows.append(Row("shared memory", what, found, median(predicted), off, size in fitted))
+    return rows, links
 
 
 def compare_shared_memory(found: dict[str, Any]) -> list[Row]:
     """A link per regime; steps with the last one, which has gradients come from memory."""
     rows = []
-    where = "shared memory"
     for algorithm, fitted, predicted in REGIMES:
-        times = {size: quartiles(found["seconds"][str(size)]) for size in (*fitted, *predicted)}
-        link = fit_link([Sample(size, times[size][1], algorithm) for size in fitted], 2)
-        group = Group(1, 2, link, link)
-        for size in sorted(times):
-            one = predict(group, size, algorithm=algorithm)
-            what = f"{format_bytes(size)}, {algorithm}"
-            rows.append(Row(where, what, times[size], one.seconds, size in fitted))
+        of_regime, links = compare_regime(found["seconds"], algorithm, fitted, predicted)
+        rows += of_regime
     for name, times in found["steps"].items():
         total = sum(size for size, _ in times["ready"][0][0])
-        bucket = Bucket(0.0, predict(group, total, algorithm="two_shot").seconds)
+        average = median(
+            predict(Group(1, 2, link, link), total, algorithm="two_shot").seconds for link in links
+        )
         plain = median(times[PLAIN])
-        predicted_step = plain + drain([bucket], 0.0, overlap=False).exposed
+        predicted_step = plain + drain([Bucket(0.0, average)], 0.0, overlap=False).exposed
         what = f"step of {name}, plain {plain * 1e3:.0f} ms"
-        rows.append(Row(where, what, quartiles(times["pycomm"]), predicted_step))
+        rows.append(row_of("shared memory", what, times["pycomm"], predicted_step))
     return rows
 
 
-def latency_of(seconds: float) -> float:
-    """Of a message, from the smallest all-reduce of two ranks: two steps, whose bytes hardly count."""
-    return seconds / 2
+def latency_of(seconds: float, size: int, megabits: int) -> float:
+    """Of a message, from the smallest all-reduce of two ranks, which is two steps of half of it."""
+    return max(0.0, (seconds - size / link_of(megabits, 0.0).bandwidth) / 2)
+
+
+def link_of(megabits: int, latency: float) -> Link:
+    """What tc leaves for data."""
+    return Link(megabits * 125e3 * PAYLOAD, latency)
 
 
 def compare_hosts(found: dict[str, Any], ranks: int, megabits: int, latency: float) -> list[Row]:
     """By the bandwidth that tc was given."""
-    link = Link(megabits * 125e3 * PAYLOAD, latency)
+    link = link_of(megabits, latency)
     group = Group(ranks, 1, link, link)
     where = f"{ranks} hosts, {megabits} Mbit/s"
     rows = []
-    for size, seconds in found["seconds"].items():
+    for size in found["seconds"][0]:
         one = predict(group, int(size), algorithm="ring")
-        rows.append(Row(where, f"{format_bytes(int(size))}, ring", quartiles(seconds), one.seconds))
+        seconds = [repeat[size] for repeat in found["seconds"]]
+        rows.append(row_of(where, f"{format_bytes(int(size))}, ring", seconds, one.seconds))
+    rows.sort(key=lambda row: row.predicted)
     for name, times in found["steps"].items():
         for cap in CAPS:
             one_step = predict_ddp_step(times, cap * M, group)
             what = (
                 f"step of {name}, buckets of {cap} MiB, plain {median(times[PLAIN]) * 1e3:.0f} ms"
             )
-            rows.append(Row(where, what, quartiles(times[f"{cap} MiB"]), one_step))
+            rows.append(row_of(where, what, times[f"{cap} MiB"], one_step))
     return rows
 
 
@@ -313,8 +370,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--links",
         type=numbers,
-        default=[100, 300, 1000],
-        help="Mbit/s, with commas; '' for shared memory alone (100,300,1000)",
+        default=[200, 1000],
+        help="Mbit/s, with commas; '' for shared memory alone (200,1000)",
     )
     made.add_argument("--hosts", type=numbers, default=[2, 4], help="how many (2,4)")
     made.add_argument("--repeats", type=int, default=9, help="at least 2 (9)")
@@ -345,9 +402,10 @@ def run(arguments: argparse.Namespace) -> list[Row]:
             between = [size for size in SIZES if size <= arguments.most]
             models = ["deep"] if ranks == 2 else []
             found = measure(arguments, ranks, megabits, between, models)
-            smallest = quartiles(found["seconds"][str(SIZES[0])])[1]
+            smallest = median(repeat[str(SIZES[0])] for repeat in found["seconds"])
             is_first = latency is None
-            latency = latency_of(smallest) if latency is None else latency
+            if latency is None:
+                latency = latency_of(smallest, SIZES[0], megabits)
             new = compare_hosts(found, ranks, megabits, latency)
             new[0].fitted = is_first
             print(markdown(new) + "\n", flush=True)
@@ -377,7 +435,7 @@ def main() -> int:
     busy = others_share(began, read_clock(sum(os.times()[2:4])))
     print(f"others used {busy * 100:.0f} % of the machine")
     if arguments.json:
-        arguments.json.write_text(json.dumps([{**asdict(row), "off": row.off} for row in rows]))
+        arguments.json.write_text(json.dumps([asdict(row) for row in rows]))
     return 0
 
 

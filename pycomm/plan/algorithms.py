@@ -177,11 +177,11 @@ def halving_doubling(group: Group, n: float, summed: float) -> Cost:
 
 
 def tree(group: Group, n: float, summed: float) -> Cost:
-    """Two binary trees, each of which sums half and hands it down, chunk by chunk (S, N): 2 n, depth lg p, rounded down.
+    """Two binary trees, each of which sums half and hands it down, chunk by chunk (S, N): 2 n, depth lg p.
 
     A rank is inside one tree and a leaf of the other, so it sends and receives 4 messages a chunk. The first chunk goes
-    up and down, 2 lg p hops, in each of which a parent takes two messages; the others follow. Chunks are of the best
-    size. The ranks of a host are a chain below one that is in the trees.
+    up and down, 2 lg p hops (lg rounded down), in each of which a parent takes two messages; the others follow. Chunks
+    are of the best size. The ranks of a host are a chain below one that is in the trees.
     """
     p = group.world_size
     if p <= 2:

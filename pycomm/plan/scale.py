@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from pycomm.errors import InvalidArgument
 from pycomm.plan.cluster import Cluster
@@ -78,6 +79,17 @@ def table(points: Sequence[Point]) -> str:
     return "\n".join(lines)
 
 
+_COLORS = {
+    "one_shot": "#d55e00",
+    "two_shot": "#cc79a7",
+    "ring": "#0072b2",
+    "recursive_doubling": "#b8860b",
+    "halving_doubling": "#56b4e9",
+    "tree": "#009e73",
+    "hierarchical": "#111827",
+}
+
+
 def plot(points: Sequence[Point], title: str, path: Path) -> None:
     """Left the all-reduce by every algorithm, right the steps' efficiency. Needs matplotlib."""
     import matplotlib as mpl
@@ -85,45 +97,44 @@ def plot(points: Sequence[Point], title: str, path: Path) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    kinds = plt.figure().canvas.get_supported_filetypes()
-    plt.close()
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
+    kinds = figure.canvas.get_supported_filetypes()
     if path.suffix[1:] not in kinds:
+        plt.close(figure)
         raise InvalidArgument(f"{path.suffix[1:]} is no kind of picture: {' '.join(kinds)}")
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
-    colors = {
-        "one_shot": "#d55e00",
-        "two_shot": "#cc79a7",
-        "ring": "#0072b2",
-        "recursive_doubling": "#b8860b",
-        "halving_doubling": "#56b4e9",
-        "tree": "#009e73",
-        "hierarchical": "#111827",
-    }
-    fastest = [min(one.seconds for one in point.ways.values()) for point in points]
-    for name in points[-1].ways:
-        line = [(p.ranks, p.ways[name].seconds * 1e3) for p in points if name in p.ways]
-        known = name in colors
-        left.plot(
-            *zip(*line, strict=True),
-            color=colors.get(name, "#7c3aed"),
-            lw=1.6,
-            ls="-" if known else "--",
-            marker="o",
-            ms=3,
-            label=name if known else f"{name}: {points[-1].ways[name].algorithm}",
-        )
-    # What is a hundred times slower than the best would only squeeze the others.
-    left.set_ylim(min(fastest) * 1e3 / 2, max(fastest) * 1e3 * 100)
-    left.set(xscale="log", yscale="log", xlabel="ranks", ylabel="ms", title=title)
-    left.legend(frameon=False, fontsize=8, ncols=2, loc="upper left")
+    _draw_ways(left, points, title)
     for name in points[-1].steps:
         of_name = [(p.ranks, p.steps[name].efficiency * 100) for p in points if name in p.steps]
         right.plot(*zip(*of_name, strict=True), marker="o", ms=3, lw=1.6, label=name)
-    right.set(xscale="log", xlabel="ranks", ylabel="computation's part of a step, %")
-    right.set(title="training step", ylim=(0, 105))
+    right.set(xscale="log", xlabel="ranks", ylabel="% of the time computing", ylim=(0, 105))
+    right.set(title="training step, by gradients' compression")
     right.legend(frameon=False, fontsize=8, loc="lower left")
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25, lw=0.5)
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def _draw_ways(axes: Any, points: Sequence[Point], title: str) -> None:
+    times = {
+        name: [(p.ranks, p.ways[name].seconds * 1e3) for p in points if name in p.ways]
+        for name in points[-1].ways
+    }
+    for name, line in times.items():
+        known = name in _COLORS
+        axes.plot(
+            *zip(*line, strict=True),
+            color=_COLORS.get(name, "#7c3aed"),
+            lw=1.6,
+            ls="-" if known else "--",
+            marker="o",
+            ms=3,
+            label=name if known else f"{name}, {points[-1].ways[name].algorithm}",
+        )
+    # What is 50 times slower than the best would only squeeze the others.
+    best = [time for time in (min(w.seconds for w in p.ways.values()) for p in points) if time > 0]
+    if best:
+        axes.set_ylim(min(best) * 1e3 / 2, max(best) * 1e3 * 50)
+    axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="milliseconds", title=title)
+    axes.legend(frameon=False, fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.13))
