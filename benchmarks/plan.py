@@ -272,12 +272,18 @@ def compare_regime(
 
 
 def compare_shared_memory(found: dict[str, Any]) -> list[Row]:
-    """A link per regime; steps with the last one, which has gradients come from memory."""
+    """A link per regime; steps with the last one, as gradients come from memory. What others spoilt is left out."""
     rows = []
+    links: list[Link] = []
     for algorithm, fitted, predicted in REGIMES:
-        of_regime, links = compare_regime(found["seconds"], algorithm, fitted, predicted)
-        rows += of_regime
-    for name, times in found["steps"].items():
+        try:
+            of_regime, links = compare_regime(found["seconds"], algorithm, fitted, predicted)
+            rows += of_regime
+        except pycomm.InvalidArgument as error:
+            links = []
+            smallest, largest = min(*fitted, *predicted), max(*fitted, *predicted)
+            print(f"left out {format_bytes(smallest)} to {format_bytes(largest)}: {error}\n")
+    for name, times in found["steps"].items() if links else ():
         total = sum(size for size, _ in times["ready"][0][0])
         average = median(
             predict(Group(1, 2, link, link), total, algorithm="two_shot").seconds for link in links
@@ -352,6 +358,8 @@ def markdown(rows: list[Row]) -> str:
 def verdict(rows: list[Row]) -> str:
     """How many are how near."""
     offs = sorted(abs(row.off) for row in rows if not row.fitted)
+    if not offs:
+        return "0 of 0 predictions within 20 %"
     near = sum(off <= 0.2 for off in offs)
     return (
         f"{near} of {len(offs)} predictions within 20 %; median off by {median(offs) * 100:.0f} %, "
@@ -414,7 +422,7 @@ def run(arguments: argparse.Namespace) -> list[Row]:
 
 
 def main() -> int:
-    """Prints tables, and how near the predictions are; 1 if no link can be fitted."""
+    """Prints tables, and how near the predictions are."""
     made = parser()
     arguments = made.parse_args()
     if arguments.rank is not None:
@@ -426,11 +434,7 @@ def main() -> int:
         made.error(f"hosts begin with 2, and models are some of {', '.join(MODELS)}")
     began = read_clock(0)
     print(f"{cpu_model()}, torch {torch.__version__}, {arguments.repeats} repeats\n", flush=True)
-    try:
-        rows = run(arguments)
-    except pycomm.InvalidArgument as error:
-        print(f"the machine is too busy: {error}", file=sys.stderr)
-        return 1
+    rows = run(arguments)
     print(verdict(rows))
     busy = others_share(began, read_clock(sum(os.times()[2:4])))
     print(f"others used {busy * 100:.0f} % of the machine")

@@ -642,14 +642,12 @@ def test_the_command_explains_itself() -> None:
 # ---- the comparison
 
 
-@pytest.mark.parametrize("links", ["", "300"])
-def test_the_comparison_runs(tmp_path: Path, links: str) -> None:
-    """All of it, with few sizes; how near the predictions come is not asked of a busy machine."""
-    if links and (os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc")):
-        pytest.skip("needs root, ip and tc")
+def test_the_comparison_runs(tmp_path: Path) -> None:
+    """All of it, with few sizes; how near the predictions come is not asked of a busy machine, which may spoil some."""
+    links = "300" if os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc") else ""
     record = tmp_path / "plan.json"
     command = [sys.executable, str(ROOT / "benchmarks" / "plan.py"), "--links", links]
-    command += ["--hosts", "2,3", "--repeats", "2", "--most", "64K", "--models", "gpt"]
+    command += ["--hosts", "2,3", "--repeats", "2", "--most", "65536", "--models", "gpt"]
     done = subprocess.run(
         [*command, "--json", str(record)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -660,13 +658,22 @@ def test_the_comparison_runs(tmp_path: Path, links: str) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(record.read_text())
-    assert {row["where"] for row in rows} == (
-        {"2 hosts, 300 Mbit/s", "3 hosts, 300 Mbit/s"} if links else {"shared memory"}
-    )
+    places = {row["where"] for row in rows} | {"shared memory"}
+    assert places == {"shared memory", *(f"{n} hosts, {links} Mbit/s" for n in (2, 3) if links)}
+    for spoilt, first in (
+        ("left out 8 B", "8 B"),
+        ("left out 64 KB", "64 KB"),
+        ("left out 48 MB", "48 MB"),
+    ):
+        is_there = any(
+            row["what"] == f"{first}, {shot}" for row in rows for shot in ("one_shot", "two_shot")
+        )
+        assert is_there != (spoilt in done.stdout), first
     assert all(row["predicted"] > 0 and min(row["seconds"]) > 0 for row in rows)
-    for row in rows:
-        if row["fitted"]:
-            assert row["off"] == pytest.approx(0, abs=0.01)
+    if links:  # 4 MiB and more of gradients cannot come sooner than the link lets them
+        steps = [row["seconds"][1] for row in rows if row["what"].startswith("step of deep")]
+        assert len(steps) == 2
+        assert min(steps) > 33.5e6 / 37.5e6 * 0.9
     assert "within 20 %" in done.stdout
-    left = subprocess.run(["ip", "netns"], capture_output=True, text=True, check=False).stdout
-    assert not links or "host" not in left or f"pycomm{os.getpid()}" not in left
+    names = subprocess.run(["ip", "netns"], capture_output=True, text=True, check=False).stdout
+    assert not links or "switch" not in names
