@@ -18,13 +18,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median, quantiles
 
 import torch
 import torch.distributed as dist
+from links import DEVICE, hosts
 from machine import cpu_model
 from torch import nn
 
@@ -41,7 +41,6 @@ COMPRESSIONS = {
     "top-k": TopK(0.01),
     "low rank": PowerSGD(),
 }
-DEVICE = "wire0"
 WIDTH = 2048  # of the model's matrices
 
 
@@ -49,35 +48,6 @@ def model_of(values: float) -> list[nn.Parameter]:
     """Square matrices, as many as hold so many values."""
     count = max(1, round(values / WIDTH**2))
     return [nn.Parameter(torch.zeros(WIDTH, WIDTH)) for _ in range(count)]
-
-
-# ---- links ----------------------------------------------------------------------------------------------------------
-
-
-def ip(*words: str) -> None:
-    """Runs ip, or tc in a namespace."""
-    subprocess.run(["ip", *words], check=True, capture_output=True)
-
-
-@contextlib.contextmanager
-def link(megabits: int) -> Iterator[list[list[str]]]:
-    """Two network namespaces with a shaped link between; yields the command prefixes that enter them."""
-    names = [f"pycomm{os.getpid()}{side}" for side in "ab"]
-    try:
-        for name in names:
-            ip("netns", "add", name)
-        peer = ["peer", "name", DEVICE, "netns", names[1]]
-        ip("link", "add", DEVICE, "netns", names[0], "type", "veth", *peer)
-        for i, name in enumerate(names):
-            ip("-n", name, "addr", "add", f"10.77.0.{i + 1}/24", "dev", DEVICE)
-            ip("-n", name, "link", "set", DEVICE, "up")
-            ip("-n", name, "link", "set", "lo", "up")
-            rate = ["rate", f"{megabits}mbit", "burst", "256kb", "latency", "50ms"]
-            ip("netns", "exec", name, "tc", "qdisc", "add", "dev", DEVICE, "root", "tbf", *rate)
-        yield [["ip", "netns", "exec", name] for name in names]
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 
 # ---- measuring ------------------------------------------------------------------------------------------------------
@@ -130,7 +100,7 @@ def measure(arguments: argparse.Namespace, megabits: int | None) -> list[dict[st
     words = ["--values", str(arguments.values), "--repeats", str(arguments.repeats)]
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        prefixes = stack.enter_context(link(megabits)) if megabits else [[], []]
+        prefixes = stack.enter_context(hosts(2, megabits)) if megabits else [[], []]
         ranks = []
         for rank, prefix in enumerate(prefixes):
             own = ["--rank", str(rank), "--store", str(Path(folder) / "store")]

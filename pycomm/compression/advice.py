@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from pycomm.compression.codecs import Compressor, Encoding, compressor_of
+from pycomm.compression.cost import Rates, share
 from pycomm.compression.low_rank import PowerSGD
 from pycomm.compression.reduced import Memory
 from pycomm.compression.top_k import TopK
@@ -108,7 +109,7 @@ def _cost_of(
     named: Sequence[tuple[str, torch.Tensor]], compressor: Compressor | None, world_size: int
 ) -> _Cost:
     cost = _Cost()
-    share = (world_size - 1) / world_size
+    both_halves = 2 * share(world_size)
     chosen = [False] * len(named)
     if compressor is not None:
         chosen = compressor.choose(named, compressor.warmup_steps, world_size)
@@ -121,31 +122,19 @@ def _cost_of(
             continue
         if is_chosen and isinstance(compressor, PowerSGD):
             rows = parameter.shape[0]
-            cost.wire_bytes += 2 * share * 4 * compressor.rank * (rows + count // rows)
+            cost.wire_bytes += both_halves * 4 * compressor.rank * (rows + count // rows)
             cost.kernels += count * _seconds_of_python(PowerSGD, compressor.rank)
             continue
         how = _PLAIN, False
         if is_chosen and isinstance(compressor, Encoding):
             how = (compressor.format, compressor.block), compressor.error_feedback
         codec = core.Codec(*how[0])
-        cost.wire_bytes += 2 * share * codec.wire_bytes(count)
-        rates = _rates(*how)
-        cost.kernels += count * share * (rates.encode + rates.decode)
-        cost.kernels += count / world_size * (rates.reduce + (world_size - 2) * rates.more)
+        cost.wire_bytes += both_halves * codec.wire_bytes(count)
+        cost.kernels += measured_rates(*how).seconds(count, world_size)
     return cost
 
 
 # ---- this machine ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Rates:
-    """Seconds per value."""
-
-    encode: float
-    reduce: float  # the sum of the own values and another rank's
-    more: float  # what every further rank costs it
-    decode: float
 
 
 def _best(call: Callable[[], object], count: int = _PROBE) -> float:
@@ -159,7 +148,8 @@ def _best(call: Callable[[], object], count: int = _PROBE) -> float:
 
 
 @cache
-def _rates(codec: tuple[str, int], feedback: bool) -> _Rates:
+def measured_rates(codec: tuple[str, int], feedback: bool) -> Rates:
+    """Of this machine's kernels, for a codec by format and block, with a residual or without."""
     made = core.Codec(*codec)
     values = torch.randn(_PROBE, generator=torch.Generator().manual_seed(0))
     residual = torch.zeros(_PROBE) if feedback else None
@@ -183,7 +173,7 @@ def _rates(codec: tuple[str, int], feedback: bool) -> _Rates:
     for other in wires:
         encode(other)
     of_one, of_three = _best(lambda: reduce(1)), _best(lambda: reduce(3))
-    return _Rates(
+    return Rates(
         _best(lambda: encode(result)),
         of_one,
         max(of_three - of_one, 0.0) / 2,
