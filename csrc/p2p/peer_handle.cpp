@@ -1,8 +1,7 @@
 #include "peer_handle.h"
 
-#include <unistd.h>
-
 #include <fstream>
+#include <random>
 #include <sstream>
 
 #include "../error.h"
@@ -60,7 +59,11 @@ PeerHandle PeerHandle::here() {
   PeerHandle handle;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> handle.host;
   if (handle.host.empty()) handle.host = "unknown";
-  handle.process = getpid();
+  static const int64_t kProcess = [] {
+    std::random_device chance;
+    return static_cast<int64_t>(chance()) << 31 ^ chance();
+  }();
+  handle.process = kProcess;
   return handle;
 }
 
