@@ -31,6 +31,13 @@ std::string to_text(const Codec& codec) {
   return codec.block > 0 ? concat(name_of(codec.format), " in blocks of ", codec.block)
                          : name_of(codec.format);
 }
+constexpr size_t kMostDTypeLetters = 100;
+
+std::string dtypes_of(const Request& request) {
+  if (!request.compression) return name_of(request.dtype);
+  const std::string all = request.compression->dtypes();
+  return all.size() > kMostDTypeLetters ? all.substr(0, kMostDTypeLetters) + " ..." : all;
+}
 // Where it says more than the count.
 std::string shape_of(const Shape& shape) {
   return shape.dims == Shape::kUnknown || shape.dims == 1 ? "" : ", shape=" + to_text(shape);
@@ -43,8 +50,7 @@ std::string describe(const Request& request) {
       request.operation == Operation::kMonitoredBarrier ||
       request.operation == Operation::kMeasureLatency)
     return text + "()";
-  text +=
-      concat("(count=", request.count, shape_of(request.shape), ", dtype=", name_of(request.dtype));
+  text += concat("(count=", request.count, shape_of(request.shape), ", dtype=", dtypes_of(request));
   if (request.reduces()) text += concat(", op=", name_of(request.op));
   if (request.has_root()) text += concat(", root=", request.root);
   if (request.algorithm != Algorithm::kAuto)
@@ -121,11 +127,13 @@ void Communicator::check_compression(const Request& request) const {
   const auto what = [&] { return concat("rank ", rank_, ": ", describe(request)); };
   PYCOMM_CHECK(request.operation == Operation::kAllReduce && request.op == ReduceOp::kSum,
                kInvalidArgument, what(), ": only sums are compressed");
-  PYCOMM_CHECK(request.count == compression.count() && request.dtype == compression.dtype,
+  PYCOMM_CHECK(request.count == compression.count() && request.dtype == compression.dtype(),
                kInvalidArgument, what(), ": its tensors hold ", compression.count(),
-               " elements of ", name_of(compression.dtype));
-  PYCOMM_CHECK(can_transcode(request.dtype), kInvalidArgument, what(),
-               ": only float32, float16 and bfloat16 are compressed");
+               " elements, the first of ", name_of(compression.dtype()));
+  for (const FloatSpan& tensor : compression.tensors)
+    PYCOMM_CHECK(can_transcode(tensor.dtype), kInvalidArgument, what(),
+                 ": only float32, float16 and bfloat16 are compressed, not ",
+                 name_of(tensor.dtype));
   PYCOMM_CHECK(!compression.residual || compression.divisor == 1, kInvalidArgument, what(),
                ": a residual is kept in the unit of the sum, so use a factor and no divisor");
   pycomm::check(compression.codec);

@@ -92,9 +92,10 @@ class Call {
   Request& request() { return request_; }
   int world_size() const { return communicator_.world_size(); }
 
-  // Reads a tensor; all tensors of a call have one dtype.
+  TensorView any_view(const py::handle& tensor) { return view_for(communicator_, tensor, caller_); }
+  // Where all tensors of a call have one dtype.
   TensorView view(const py::handle& tensor) {
-    const TensorView view = view_for(communicator_, tensor, caller_);
+    const TensorView view = any_view(tensor);
     if (!std::exchange(has_dtype_, true)) request_.dtype = view.dtype;
     PYCOMM_CHECK(view.dtype == request_.dtype, kInvalidArgument, caller_,
                  ": dtypes differ: ", name_of(request_.dtype), " and ", name_of(view.dtype));
@@ -205,10 +206,10 @@ Result compressed_all_reduce(Communicator& self, py::list tensors, const Codec& 
   compression->stochastic = stochastic;
   compression->seed = seed;
   for (const py::handle tensor : tensors) {
-    const TensorView view = call.view(tensor);
-    compression->tensors.push_back({view.data, view.count});
+    const TensorView view = call.any_view(tensor);
+    compression->tensors.push_back({view.data, view.count, view.dtype});
   }
-  compression->dtype = call.request().dtype;
+  call.request().dtype = compression->dtype();
   call.request().count = compression->count();
   if (!residual.is_none()) {
     const Caller caller{self.rank(), Operation::kAllReduce};
@@ -537,9 +538,9 @@ void bind_operations(Class& type) {
       arg("tensor"), op, kw, factor, arg("algorithm") = "auto");
   add(type, "compressed_all_reduce", &compressed_all_reduce,
       "Sums factor * tensors + residual over all ranks, encoded on the way, into the tensors, "
-      "which "
-      "count as one; see csrc/algorithms/compressed.h. Codec and sizes must be the same on all "
-      "ranks.",
+      "which count as one; see csrc/algorithms/compressed.h. They may differ in dtype (float32, "
+      "float16, bfloat16). The codec, the number of elements and the dtype of each must be the "
+      "same on all ranks.",
       arg("tensors"), arg("codec"), kw, arg("factor") = 1.0f, arg("divisor") = 1.0f,
       arg("residual") = py::none(), arg("infinite") = false, arg("stochastic") = false,
       arg("seed") = 0, arg("counts") = py::none(), arg("algorithm") = "auto");

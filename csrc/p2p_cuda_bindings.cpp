@@ -69,7 +69,7 @@ class PyPeerMemory {
                              const std::optional<py::object>& counts, bool infinite,
                              bool stochastic, uint64_t seed) {
     DeviceReader reader(stream, caller());
-    PeerCompressionCall call;
+    Compression call;
     call.codec = codec;
     call.factor = factor;
     call.divisor = divisor;
@@ -79,10 +79,7 @@ class PyPeerMemory {
     int64_t total = 0;
     for (const py::object& tensor : tensors) {
       const TensorView view = reader.read(tensor);
-      if (call.tensors.empty()) call.dtype = view.dtype;
-      PYCOMM_CHECK(view.dtype == call.dtype, kInvalidArgument, caller(), ": tensors of ",
-                   name_of(call.dtype), " and ", name_of(view.dtype), " together");
-      call.tensors.push_back({view.data, view.count});
+      call.tensors.push_back({view.data, view.count, view.dtype});
       total += view.count;
     }
     if (residual) {

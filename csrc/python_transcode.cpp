@@ -26,8 +26,7 @@ TranscodeArguments::TranscodeArguments(TranscodeCall call, const TranscodeTensor
   call_.num_wires = static_cast<int>(wires_.size());
   if (tensors.inputs) {
     inputs_ = read_list(*tensors.inputs);
-    for (const Span& span : inputs_) const_inputs_.push_back({span.data, span.count});
-    call_.inputs = const_inputs_.data();
+    call_.inputs = inputs_.data();
   } else {
     call_.own = -1;
   }
@@ -41,7 +40,6 @@ TranscodeArguments::TranscodeArguments(TranscodeCall call, const TranscodeTensor
     outputs_ = read_list(*tensors.outputs);
     call_.outputs = outputs_.data();
   }
-  call_.dtype = dtype_.value_or(DType::kFloat32);
 }
 
 TranscodeArguments::Encoded TranscodeArguments::read_encoded(const EncodedPair& pair) const {
@@ -57,17 +55,15 @@ TranscodeArguments::Encoded TranscodeArguments::read_encoded(const EncodedPair& 
   return views;
 }
 
-// Tensors of one dtype that hold `count` elements from `first` on.
-std::vector<Span> TranscodeArguments::read_list(const TensorList& tensors) {
-  std::vector<Span> spans;
+// Tensors that hold `count` elements from `first` on.
+std::vector<FloatSpan> TranscodeArguments::read_list(const TensorList& tensors) {
+  std::vector<FloatSpan> spans;
   int64_t total = 0;
   for (const py::object& tensor : tensors) {
     const TensorView view = read_(tensor);
-    PYCOMM_CHECK(view.dtype == dtype_.value_or(view.dtype), kInvalidArgument,
-                 "transcode: tensors of ", name_of(view.dtype), " and ", name_of(*dtype_),
-                 " together");
-    dtype_ = view.dtype;
-    spans.push_back({view.data, view.count});
+    PYCOMM_CHECK(can_transcode(view.dtype), kInvalidArgument,
+                 "only float32, float16 and bfloat16 are compressed, not ", name_of(view.dtype));
+    spans.push_back({view.data, view.count, view.dtype});
     total += view.count;
   }
   PYCOMM_CHECK(total >= call_.first + call_.count, kInvalidArgument, "transcode: the tensors hold ",

@@ -40,23 +40,21 @@ class TranscodeArguments {
 
   // Complete, but for the counts.
   TranscodeCall& call() { return call_; }
-  const std::vector<Span>& inputs() const { return inputs_; }
-  const std::vector<Span>& outputs() const { return outputs_; }
+  const std::vector<FloatSpan>& inputs() const { return inputs_; }
+  const std::vector<FloatSpan>& outputs() const { return outputs_; }
 
  private:
   struct Encoded {
     TensorView values, scales;
   };
   Encoded read_encoded(const EncodedPair& pair) const;
-  std::vector<Span> read_list(const TensorList& tensors);
+  std::vector<FloatSpan> read_list(const TensorList& tensors);
   void read_residual(const pybind11::object& tensor);
 
   TranscodeCall call_;
   const Read read_;
-  std::optional<DType> dtype_;
   std::vector<Wire> wires_;
-  std::vector<Span> inputs_, outputs_;
-  std::vector<ConstSpan> const_inputs_;
+  std::vector<FloatSpan> inputs_, outputs_;
 };
 
 }  // namespace pycomm

@@ -144,6 +144,63 @@ def test_two_shot_by_the_kernels() -> None:
     run(3, worker)
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_lists_of_several_dtypes(algorithm: str) -> None:
+    """In one call: what float32 copies of them would get, rounded to each tensor's own dtype."""
+    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float32, torch.bfloat16)
+
+    def worker(rank: int, n: int) -> None:
+        for name, block in CODECS:
+            for lengths in ((0, 5, 0, 1, 3), (1, 70, 900, 64, 30_000), (0, 0, 0, 0, 0)):
+                parts = gradients(sum(lengths), rank).split(list(lengths))
+                tensors = [part.to(dtype) for part, dtype in zip(parts, dtypes, strict=True)]
+                whole = torch.cat([tensor.float() for tensor in tensors])
+                kept, residual = torch.zeros(len(whole)), torch.zeros(len(whole))
+                codec = core.Codec(name, block)
+                how: dict[str, Any] = {"factor": 0.5, "algorithm": algorithm}
+                communicator().compressed_all_reduce([whole], codec, residual=kept, **how)
+                communicator().compressed_all_reduce(tensors, codec, residual=residual, **how)
+                for tensor, expected in zip(tensors, whole.split(list(lengths)), strict=True):
+                    assert torch.equal(tensor, expected.to(tensor.dtype))
+                assert torch.equal(residual, kept)
+
+    run(3, worker)
+
+
+def test_ranks_must_agree_on_the_dtypes() -> None:
+    """Of every value: MismatchError on all ranks, which tells the lists; how they are divided does not matter."""
+
+    def worker(rank: int, n: int) -> list[Any]:
+        import torch.distributed as dist
+
+        import pycomm
+
+        def call(name: str, lists: list[list[torch.Tensor]]) -> Any:
+            store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+            comm = pycomm.create_communicator(store, rank, n)
+            tensors = [tensor.clone() for tensor in lists[rank]]
+            return attempt(lambda: comm.compressed_all_reduce(tensors, core.Codec("fp16")))
+
+        x = torch.ones(3)
+        same = call("same", [[x, x, x.half()], [torch.ones(6), x[:0].bfloat16(), x.half()]])
+        order = call("order", [[x, x.half(), x.bfloat16()], [x, x.bfloat16(), x.half()]])
+        length = call("length", [[x[:2], torch.ones(4).half()], [x, x.half()]])
+        mixed = call("mixed", [[x, x], [x, x.half()]])
+        first = call("first", [[x, x.half()], [x.half(), x.half()]])
+        assert same is None, same
+        return [order, length, mixed, first]
+
+    for found in run(2, worker):
+        assert all(MismatchError.__name__ in error.kinds for error in found), found
+        order, length, mixed, first = (error.message for error in found)
+        assert "dtype=3 float32, 3 float16, 3 bfloat16" in order
+        assert "dtype=3 float32, 3 bfloat16, 3 float16" in order
+        assert "dtype=2 float32, 4 float16" in length
+        assert "dtype=float32" in mixed
+        assert "dtype=3 float32, 3 float16" in mixed
+        assert "dtype=float16" in first
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_lists(dtype: torch.dtype) -> None:
     """Tensors of many lengths, differently cut on each rank, are one; shapes do not matter."""
@@ -282,7 +339,7 @@ def test_bad_arguments() -> None:
         call = communicator().compressed_all_reduce
         cases: list[tuple[str, Any]] = [
             ("only float32, float16 and bfloat16", lambda: call([x.double()], codec)),
-            ("dtypes differ", lambda: call([x, x.half()], codec)),
+            ("bfloat16 are compressed, not int64", lambda: call([x, x.long()], codec)),
             ("residual must be 4 float32", lambda: call([x], codec, residual=torch.zeros(3))),
             (
                 "no divisor",

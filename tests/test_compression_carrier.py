@@ -43,10 +43,14 @@ def test_bits_are_those_of_shared_memory(n: int) -> None:
         assert (theirs.rank, theirs.world_size) == (rank, n)
         for codec in (core.Codec(*one) for one in CODECS):
             for count in COUNTS:
-                dtype = [torch.float32, torch.float16, torch.bfloat16][count % 3]
+                dtypes = [torch.float32, torch.float16, torch.bfloat16]
+                mine = [dtypes[count % 3], dtypes[count // 3 % 3]]
                 cuts = [count // 3, count - count // 3]
                 lists = [
-                    [torch.randn(cut, generator=G(rank + 7 * cut)).to(dtype) for cut in cuts]
+                    [
+                        torch.randn(cut, generator=G(rank + 7 * cut)).to(dtype)
+                        for cut, dtype in zip(cuts, mine, strict=True)
+                    ]
                     for _ in range(2)
                 ]
                 residuals = [torch.randn(count, generator=G(rank)) / 100 for _ in range(2)]

@@ -114,9 +114,9 @@ REFUSED: Final[dict[str, tuple[Make, str]]] = {
         lambda: {"inputs": [OnDevice(128, "int32")], "encoded": wire(FP16, 128)},
         "only float32, float16 and bfloat16 are compressed, not int32",
     ),
-    "two dtypes": (
-        lambda: {"inputs": [OnDevice(64), OnDevice(64, "float16")], "encoded": wire(FP16, 128)},
-        "tensors of float16 and float32 together",
+    "one of two dtypes": (
+        lambda: {"inputs": [OnDevice(64, "float16"), OnDevice(64, "float64")], "encoded": wire(FP16, 128)},
+        "only float32, float16 and bfloat16 are compressed, not float64",
     ),
     "short inputs": (
         lambda: {"inputs": [OnDevice(100), OnDevice(27)], "encoded": wire(FP16, 128)},

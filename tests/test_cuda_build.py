@@ -54,13 +54,13 @@ class Unit:
 
 
 UNITS: Final = {
-    "codec": Unit("csrc/kernels/codec_cuda.cu", 6 * 3, 64),  # formats, dtypes
+    "codec": Unit("csrc/kernels/codec_cuda.cu", 6, 64),  # formats
     # Integers, floats and bool with the ops that each has. Its launcher asks how many threads fit.
     "reduce": Unit("csrc/kernels/elementwise_cuda.cu", 8 * 8 + 6 * 6 + 7, 64),
-    # Algorithms, dtypes (and formats). A block of 256 threads has a multiprocessor, so registers are
+    # Algorithms, dtypes or formats. A block of 256 threads has a multiprocessor, so registers are
     # no matter; sources are looked up in a list.
     "p2p": Unit("csrc/p2p/all_reduce_cuda.cu", 3 * 15, 255, 176),
-    "p2p compressed": Unit("csrc/p2p/compressed_cuda.cu", 3 * 6 * 3, 255, 48),
+    "p2p compressed": Unit("csrc/p2p/compressed_cuda.cu", 3 * 6, 255, 48),
 }
 
 

@@ -92,7 +92,7 @@ class SpoiledReduction(StandIn):
         (SpoiledWire, "wire differs"),
         (WritesBehind, "written behind the wire"),
         (SpoiledResidual, "residual differs"),
-        (SpoiledOutput, "outputs differs"),
+        (SpoiledOutput, "outputs differ"),
         (SpoiledReduction, "int32: differs"),
     ],
 )

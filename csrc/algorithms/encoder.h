@@ -1,44 +1,22 @@
 // What a compressed all_reduce computes with: a list of tensors and how they are encoded, bound to
-// the codec's kernels. Values are numbered through the list.
+// the codec's kernels.
 #pragma once
 
 #include <cstdint>
-#include <utility>
 #include <vector>
 
 #include "../common.h"
 #include "../kernels/codec.h"
 #include "../kernels/elementwise.h"
+#include "compression.h"
 
 namespace pycomm {
-
-// One rank's part of it. All but `factor`, `residual` and the list's division into tensors must be
-// the same on all ranks.
-struct Compression {
-  Codec codec;
-  DType dtype = DType::kFloat32;
-  std::vector<Span> tensors;                  // read, and overwritten with the result
-  float factor = 1;                           // this rank's values are multiplied by it
-  float divisor = 1;                          // of the sum
-  float* residual = nullptr;                  // one per value: what encoding has left out so far
-  bool infinite = false, stochastic = false;  // see TranscodeCall
-  uint64_t seed = 0;
-  CodecCounts* counts = nullptr;
-
-  int64_t count() const {
-    int64_t total = 0;
-    for (const Span& tensor : tensors) total += tensor.count;
-    return total;
-  }
-};
 
 class Encoder {
  public:
   // `stream`: write slots past the caches.
   Encoder(const Compression& compression, bool stream)
-      : compression_(compression), stream_(stream) {
-    for (const Span& tensor : compression.tensors) inputs_.push_back({tensor.data, tensor.count});
-  }
+      : compression_(compression), stream_(stream) {}
 
   const Codec& codec() const { return compression_.codec; }
   // The most values whose encoding fits into so many bytes.
@@ -102,7 +80,6 @@ class Encoder {
   TranscodeCall base(int64_t first, int64_t count) const {
     TranscodeCall call;
     call.codec = codec();
-    call.dtype = compression_.dtype;
     call.first = first;
     call.count = count;
     call.infinite = compression_.infinite;
@@ -113,7 +90,7 @@ class Encoder {
   }
   void add_own(TranscodeCall& call, int own) const {
     call.own = own;
-    call.inputs = inputs_.data();
+    call.inputs = compression_.tensors.data();
     call.factor = compression_.factor;
     if (compression_.residual) call.residual = compression_.residual + call.first;
   }
@@ -129,7 +106,6 @@ class Encoder {
 
   const Compression& compression_;
   const bool stream_;
-  std::vector<ConstSpan> inputs_;
 };
 
 }  // namespace pycomm

@@ -166,9 +166,8 @@ std::shared_ptr<Compression> DirectReducer::compression_of(
   const Wiring& wiring = wirings_[part.wiring];
   auto compression = std::make_shared<Compression>();
   compression->codec = wiring.codec;
-  compression->dtype = dtype_of(gradients[0]);
   for (const at::Tensor& gradient : gradients)
-    compression->tensors.push_back({gradient.data_ptr(), gradient.numel()});
+    compression->tensors.push_back({gradient.data_ptr(), gradient.numel(), dtype_of(gradient)});
   // Divided before they are rounded, gradients do not overflow; exact ones are divided afterwards,
   // once, as an average is.
   const auto ranks = static_cast<float>(communicator_->world_size());

@@ -103,6 +103,16 @@ PYCOMM_HOST_DEVICE inline Place place_of(const Codec& codec, char* memory, int64
   return {memory + begin * codec.value_bytes(), scales + codec.scales(begin)};
 }
 
+// A tensor of float32, float16 or bfloat16.
+struct FloatSpan {
+  void* data = nullptr;
+  int64_t count = 0;
+  DType dtype = DType::kFloat32;
+};
+inline bool can_transcode(DType dtype) {
+  return dtype == DType::kFloat32 || dtype == DType::kFloat16 || dtype == DType::kBFloat16;
+}
+
 // What encoding did, of finite values; added up over calls.
 struct CodecCounts {
   int64_t values = 0;
@@ -129,10 +139,8 @@ struct TranscodeCall {
   int num_wires = 0;
   int own = -1;  // how many wires come before this rank's own; -1: it contributes nothing
 
-  // This rank's tensors, one behind the other, of float32, float16 or bfloat16; of them, elements
-  // [first, first + count).
-  DType dtype = DType::kFloat32;
-  const ConstSpan* inputs = nullptr;
+  // This rank's tensors, one behind the other; of them, elements [first, first + count).
+  const FloatSpan* inputs = nullptr;
   int64_t first = 0;
   float factor = 1;
   float* residual = nullptr;  // [count], may be null
@@ -143,7 +151,7 @@ struct TranscodeCall {
   void* values = nullptr;  // 64-byte aligned
   float* scales = nullptr;
   bool stream = false;  // write `values` past the caches
-  const Span* outputs = nullptr;
+  const FloatSpan* outputs = nullptr;
 
   bool infinite = false;  // without scales: what overflows becomes infinite, not the largest value
   bool stochastic = false;  // round up or down by chance, so that the mean is right
@@ -151,9 +159,5 @@ struct TranscodeCall {
   CodecCounts* counts = nullptr;
 };
 void transcode(const TranscodeCall& call);
-// Which tensors it takes.
-inline bool can_transcode(DType dtype) {
-  return dtype == DType::kFloat32 || dtype == DType::kFloat16 || dtype == DType::kBFloat16;
-}
 
 }  // namespace pycomm

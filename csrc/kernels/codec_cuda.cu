@@ -12,26 +12,15 @@
 namespace pycomm {
 namespace {
 
-template <WireFormat kFormat>
-auto kernel_for(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat16:
-      return transcode_kernel<kFormat, Half>;
-    case DType::kBFloat16:
-      return transcode_kernel<kFormat, BFloat16>;
-    default:
-      return transcode_kernel<kFormat, float>;
-  }
-}
-auto kernel_for(WireFormat format, DType dtype) {
+auto kernel_for(WireFormat format) {
   switch (format) {
 #define PYCOMM_CASE(enumerator, ...) \
   case WireFormat::enumerator:       \
-    return kernel_for<WireFormat::enumerator>(dtype);
+    return transcode_kernel<WireFormat::enumerator>;
     PYCOMM_WIRE_FORMATS(PYCOMM_CASE)
 #undef PYCOMM_CASE
   }
-  return kernel_for<WireFormat::kFloat16>(dtype);  // not reached: check(codec) knows all formats
+  return transcode_kernel<WireFormat::kFloat16>;  // not reached: check(codec) knows all formats
 }
 
 DeviceTranscodeCall device_call(const TranscodeCall& call, const DeviceSpans& inputs,
@@ -61,8 +50,6 @@ DeviceTranscodeCall device_call(const TranscodeCall& call, const DeviceSpans& in
 
 void check_launch(const TranscodeCall& call) {
   check(call.codec);
-  PYCOMM_CHECK(can_transcode(call.dtype), kInvalidArgument,
-               "only float32, float16 and bfloat16 are compressed, not ", name_of(call.dtype));
   PYCOMM_CHECK(call.num_wires >= 0 && call.num_wires <= kMostDeviceWires, kInvalidArgument,
                "transcode on CUDA sums the wires of up to ", kMostDeviceWires, " others, not ",
                call.num_wires);
@@ -92,15 +79,14 @@ void launch_transcode(const TranscodeCall& call, const DeviceSpans& inputs,
   const int64_t tile = threads * int64_t{kTranscodeLanes} / length * length;
   const int64_t resident = int64_t{processors()} * (kTranscodeThreadsPerProcessor / threads);
   const int64_t blocks = std::min((call.count + tile - 1) / tile, resident);
-  kernel_for(
-      call.codec.format,
-      call.dtype)<<<static_cast<unsigned>(blocks), threads, 0, static_cast<cudaStream_t>(stream)>>>(
+  const auto kernel = kernel_for(call.codec.format);
+  kernel<<<static_cast<unsigned>(blocks), threads, 0, static_cast<cudaStream_t>(stream)>>>(
       device_call(call, inputs, outputs));
   check_cuda(cudaGetLastError(), "launch of transcode_kernel");
 }
 
-void launch_transcode(const TranscodeCall& call, const std::vector<Span>& inputs,
-                      const std::vector<Span>& outputs, void* stream) {
+void launch_transcode(const TranscodeCall& call, const std::vector<FloatSpan>& inputs,
+                      const std::vector<FloatSpan>& outputs, void* stream) {
   if (call.count == 0) return check_launch(call);
   const ListsOnStream lists(inputs, outputs, static_cast<cudaStream_t>(stream));
   launch_transcode(call, lists.inputs(), lists.outputs(), stream);

@@ -13,24 +13,25 @@ namespace pycomm {
 struct DeviceSpan {
   void* data;
   int64_t begin;
+  DType dtype;
 };
 // Tensors that lie one behind the other in a common numbering, as TranscodeCall's are. Of one
-// alone, `data`; of several `list`, in device memory: as fill_device_spans makes it.
+// alone, `one`; of several `list`, in device memory: as fill_device_spans makes it.
 struct DeviceSpans {
   int count = 0;
-  void* data = nullptr;
+  DeviceSpan one{};
   const DeviceSpan* list = nullptr;
 };
 
 // Writes what belongs into a DeviceSpans' list, count + 1 entries, the last of which ends the last
 // tensor. The caller copies it to the device, once for as long as the tensors stay where they are.
-inline void fill_device_spans(const Span* spans, int count, DeviceSpan* list) {
+inline void fill_device_spans(const FloatSpan* spans, int count, DeviceSpan* list) {
   int64_t begin = 0;
   for (int at = 0; at < count; ++at) {
-    list[at] = {spans[at].data, begin};
+    list[at] = {spans[at].data, begin, spans[at].dtype};
     begin += spans[at].count;
   }
-  list[count] = {nullptr, begin};
+  list[count] = {nullptr, begin, DType::kFloat32};
 }
 
 // Throws kInvalidArgument for a call that the launcher refuses; asks no device.
@@ -47,7 +48,7 @@ void launch_transcode(const TranscodeCall& call, const DeviceSpans& inputs,
 // finds them by is copied ahead of it, on the stream, into memory that the stream takes and gives
 // back; nothing waits for the device. A stream that is being captured cannot do that: use the
 // function above.
-void launch_transcode(const TranscodeCall& call, const std::vector<Span>& inputs,
-                      const std::vector<Span>& outputs, void* stream);
+void launch_transcode(const TranscodeCall& call, const std::vector<FloatSpan>& inputs,
+                      const std::vector<FloatSpan>& outputs, void* stream);
 
 }  // namespace pycomm

@@ -58,29 +58,32 @@ PYCOMM_ALWAYS_INLINE auto sum_of_lanes(const V& value) {
 }
 
 // Walks through tensors that lie one behind the other in a common numbering.
-template <class SpanType>
 struct Cursor {
-  const SpanType* span;
+  const FloatSpan* span;
   int64_t at;  // in it
 
-  Cursor(const SpanType* spans, int64_t first) : span(spans), at(first) {
+  Cursor(const FloatSpan* spans, int64_t first) : span(spans), at(first) {
     while (span && at >= span->count) at -= span++->count;
   }
   // visit(pointer into a tensor, begin, count) for each part of the next `count` elements.
-  template <class T, class Visit>
+  template <class Visit>
   PYCOMM_ALWAYS_INLINE void advance(int64_t count, Visit&& visit) {
     for (int64_t done = 0; done < count;) {
       while (at == span->count) ++span, at = 0;
       const int64_t part = count - done < span->count - at ? count - done : span->count - at;
-      visit(static_cast<T*>(span->data) + at, done, part);
+      if (span->dtype == DType::kFloat16)
+        visit(static_cast<Half*>(span->data) + at, done, part);
+      else if (span->dtype == DType::kBFloat16)
+        visit(static_cast<BFloat16*>(span->data) + at, done, part);
+      else
+        visit(static_cast<float*>(span->data) + at, done, part);
       at += part;
       done += part;
     }
   }
 };
 
-// T: of the tensors.
-template <WireFormat kFormat, class T>
+template <WireFormat kFormat>
 class Transcoder {
  public:
   explicit Transcoder(const TranscodeCall& call)
@@ -163,10 +166,11 @@ class Transcoder {
   Ints32 add_own() {
     const float* residual = call_.residual ? call_.residual + begin_ : nullptr;
     Ints32 largest = {};
-    inputs_.template advance<const T>(count_, [&](const T* from, int64_t begin, int64_t count) {
+    inputs_.advance(count_, [&](const auto* from, int64_t begin, int64_t count) {
+      constexpr auto kAhead = kPrefetchBytes / static_cast<int64_t>(sizeof *from);
       for (int64_t at = 0; at < count; at += kFloats) {
         const int64_t lanes = count - at;
-        __builtin_prefetch(from + at + kPrefetchBytes / static_cast<int64_t>(sizeof(T)));
+        __builtin_prefetch(from + at + kAhead);
         Floats value = scaled(widen_lanes(from + at, lanes), call_.factor);
         if (lanes < kFloats) value = first_lanes(value, lanes);  // the factor may be infinite
         if (residual) {
@@ -305,7 +309,8 @@ class Transcoder {
   }
 
   void write_outputs() {
-    outputs_.template advance<T>(count_, [&](T* to, int64_t begin, int64_t count) {
+    outputs_.advance(count_, [&](auto* to, int64_t begin, int64_t count) {
+      using T = std::remove_pointer_t<decltype(to)>;
       for (int64_t at = 0; at < count; at += kFloats)
         store_lanes(to + at, Pack<T, float>::narrow(load_unaligned<Floats>(buffer_ + begin + at)),
                     count - at);
@@ -313,29 +318,16 @@ class Transcoder {
   }
 
   const TranscodeCall& call_;
-  Cursor<ConstSpan> inputs_;
-  Cursor<Span> outputs_;
+  Cursor inputs_, outputs_;
   int64_t begin_ = 0, count_ = 0;  // of the block
   alignas(kVectorBytes) float buffer_[kMaxBlock + kFloats] = {};
 };
 
-template <WireFormat kFormat>
-void transcode_to(const TranscodeCall& call) {
-  switch (call.dtype) {
-    case DType::kFloat16:
-      return Transcoder<kFormat, Half>(call).run();
-    case DType::kBFloat16:
-      return Transcoder<kFormat, BFloat16>(call).run();
-    default:
-      return Transcoder<kFormat, float>(call).run();
-  }
-}
-
 void transcode(const TranscodeCall& call) {
   switch (call.codec.format) {
-#define PYCOMM_CASE(enumerator, ...)            \
-  case WireFormat::enumerator:                  \
-    transcode_to<WireFormat::enumerator>(call); \
+#define PYCOMM_CASE(enumerator, ...)                \
+  case WireFormat::enumerator:                      \
+    Transcoder<WireFormat::enumerator>(call).run(); \
     break;
     PYCOMM_WIRE_FORMATS(PYCOMM_CASE)
 #undef PYCOMM_CASE

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cmath>
+#include <type_traits>
 
 #include "codec_cuda.h"
 #include "device_types.cuh"
@@ -81,6 +82,25 @@ __device__ PYCOMM_ALWAYS_INLINE void load_lanes(const T* from, int lanes, Visit&
       if (lane < lanes) visit(lane, from[lane]);
   }
 }
+// In one instruction. Left to the compiler, it becomes one for each element, which the branch for
+// unaligned elements then shares.
+template <class T>
+__device__ PYCOMM_ALWAYS_INLINE void store_access(Access<T>* to, const Access<T>& elements) {
+#if defined(__CUDA_ARCH__)
+  uint32_t words[kAccessBytes<T> / sizeof(uint32_t)];
+  memcpy(words, &elements, sizeof words);
+  const size_t at = __cvta_generic_to_global(to);
+  if constexpr (sizeof words == 16)
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(words[0]), "r"(words[1]),
+                 "r"(words[2]), "r"(words[3])
+                 : "memory");
+  else
+    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(at), "r"(words[0]), "r"(words[1])
+                 : "memory");
+#else
+  *to = elements;
+#endif
+}
 // Stores element(lane) to the first `lanes` of a thread's elements.
 template <class T, class Element>
 __device__ PYCOMM_ALWAYS_INLINE void store_lanes(T* to, int lanes, Element&& element) {
@@ -91,7 +111,7 @@ __device__ PYCOMM_ALWAYS_INLINE void store_lanes(T* to, int lanes, Element&& ele
 #pragma unroll
       for (int lane = 0; lane < Access<T>::kLanes; ++lane)
         elements.lanes[lane] = element(part * Access<T>::kLanes + lane);
-      reinterpret_cast<Access<T>*>(to)[part] = elements;
+      store_access(reinterpret_cast<Access<T>*>(to) + part, elements);
     }
   } else {
 #pragma unroll
@@ -112,34 +132,49 @@ __device__ inline int find_span(const DeviceSpans& spans, int64_t number) {
   }
   return low;
 }
-// Where a thread's elements are, [number, number + lanes) of the tensors' numbering: together, from
-// `together` on, or one by one, from tensor `span` on.
-template <class T>
-struct LanePlace {
-  T* together = nullptr;
+// Calls visit(pointer to element `number`), of the tensor's own type.
+template <class Visit>
+__device__ PYCOMM_ALWAYS_INLINE void visit_element(const DeviceSpan& span, int64_t number,
+                                                   Visit&& visit) {
+  if (span.dtype == DType::kFloat16)
+    visit(static_cast<Half*>(span.data) + (number - span.begin));
+  else if (span.dtype == DType::kBFloat16)
+    visit(static_cast<BFloat16*>(span.data) + (number - span.begin));
+  else
+    visit(static_cast<float*>(span.data) + (number - span.begin));
+}
+// Visits a thread's elements, [number, number + lanes) of the tensors' numbering: all(pointer) if
+// they lie together, else one(lane, pointer) for each.
+template <class All, class One>
+__device__ PYCOMM_ALWAYS_INLINE void visit_lanes(const DeviceSpans& spans, int64_t number,
+                                                 int lanes, All&& all, One&& one) {
   int span = 0;
-
-  __device__ PYCOMM_ALWAYS_INLINE LanePlace(const DeviceSpans& spans, int64_t number, int lanes) {
-    if (spans.count == 1) {
-      together = static_cast<T*>(spans.data) + number;
-      return;
-    }
+  DeviceSpan found = spans.one;
+  bool together = true;
+  if (spans.count > 1) {
     span = find_span(spans, number);
-    const DeviceSpan found = spans.list[span];
-    if (number + lanes <= spans.list[span + 1].begin)
-      together = static_cast<T*>(found.data) + (number - found.begin);
+    found = spans.list[span];
+    together = number + lanes <= spans.list[span + 1].begin;
   }
-  // Of element `number`, behind the last that this was asked for.
-  __device__ PYCOMM_ALWAYS_INLINE T* next(const DeviceSpans& spans, int64_t number) {
-    while (spans.list[span + 1].begin <= number) ++span;
-    return static_cast<T*>(spans.list[span].data) + (number - spans.list[span].begin);
+  if (together) return visit_element(found, number, all);
+#pragma unroll
+  for (int lane = 0; lane < kTranscodeLanes; ++lane) {
+    if (lane >= lanes) continue;
+    while (spans.list[span + 1].begin <= number + lane) ++span;
+    visit_element(spans.list[span], number + lane, [&](auto* at) { one(lane, at); });
   }
-};
+}
 
 // ---- the parts of a tile ------------------------------------------------------------------------
 
 __device__ inline int32_t magnitude_bits(float value) {
   return bits_as<int32_t>(value) & 0x7fffffff;
+}
+
+// Of a wire of such values; fp32 never has any.
+template <class Value>
+__device__ PYCOMM_ALWAYS_INLINE bool has_scales(const DeviceTranscodeCall& call) {
+  return !std::is_same_v<Value, float> && call.block > 0;
 }
 
 // A thread's encoded values of one wire, which is aligned to kPackBytes, and their scale.
@@ -176,8 +211,7 @@ __device__ PYCOMM_ALWAYS_INLINE void add_wires(const DeviceTranscodeCall& call, 
     return static_cast<const Value*>(call.wires[wire].values) + at;
   };
   const auto scale = [&](int wire) {
-    if (std::is_same_v<Value, float>) return 1.0f;  // fp32 has none
-    return call.block > 0 ? call.wires[wire].scales[block] : 1.0f;
+    return has_scales<Value>(call) ? call.wires[wire].scales[block] : 1.0f;
   };
   if (lanes < kTranscodeLanes) {
     for (int wire = from; wire < to; ++wire)
@@ -204,42 +238,33 @@ __device__ PYCOMM_ALWAYS_INLINE void add_wires(const DeviceTranscodeCall& call, 
     }
 }
 
-template <class T>
 __device__ PYCOMM_ALWAYS_INLINE void add_own(const DeviceTranscodeCall& call, int64_t at, int lanes,
                                              float (&sum)[kTranscodeLanes]) {
   float kept[kTranscodeLanes] = {};
   if (call.residual)
     load_lanes(call.residual + at, lanes, [&](int lane, float value) { kept[lane] = value; });
-  const auto add = [&](int lane, T element) {
+  const auto add = [&](int lane, auto element) {
     float value = scaled(to_accumulator(element), call.factor);
     if (call.residual) value = value + kept[lane];
     sum[lane] = sum[lane] + value;
   };
-  const int64_t number = call.first + at;
-  LanePlace<const T> place(call.inputs, number, lanes);
-  if (place.together) {
-    load_lanes(place.together, lanes, add);
-  } else {
-#pragma unroll
-    for (int lane = 0; lane < kTranscodeLanes; ++lane)
-      if (lane < lanes) add(lane, *place.next(call.inputs, number + lane));
-  }
+  visit_lanes(
+      call.inputs, call.first + at, lanes, [&](const auto* from) { load_lanes(from, lanes, add); },
+      [&](int lane, const auto* from) { add(lane, *from); });
 }
 
-template <class T>
 __device__ PYCOMM_ALWAYS_INLINE void write_outputs(const DeviceTranscodeCall& call, int64_t at,
                                                    int lanes,
                                                    const float (&values)[kTranscodeLanes]) {
-  const int64_t number = call.first + at;
-  LanePlace<T> place(call.outputs, number, lanes);
-  if (place.together) {
-    store_lanes(place.together, lanes, [&](int lane) { return from_accumulator<T>(values[lane]); });
-  } else {
-#pragma unroll
-    for (int lane = 0; lane < kTranscodeLanes; ++lane)
-      if (lane < lanes)
-        *place.next(call.outputs, number + lane) = from_accumulator<T>(values[lane]);
-  }
+  visit_lanes(
+      call.outputs, call.first + at, lanes,
+      [&](auto* to) {
+        using T = std::remove_pointer_t<decltype(to)>;
+        store_lanes(to, lanes, [&](int lane) { return from_accumulator<T>(values[lane]); });
+      },
+      [&](int lane, auto* to) {
+        *to = from_accumulator<std::remove_pointer_t<decltype(to)>>(values[lane]);
+      });
 }
 
 // The largest magnitudes of a tile's codec blocks. Three sets of them take turns: while one is
@@ -355,7 +380,7 @@ __device__ PYCOMM_ALWAYS_INLINE void encode_lanes(const DeviceTranscodeCall& cal
   using Format = FormatOf<kFormat>;
   using Value = typename Format::Value;
   LaneEncoder<kFormat> encoder{call, counts};
-  if (call.block > 0) {
+  if (has_scales<Value>(call)) {
     const bool is_first = at == block * call.block;
     if (largest >= kInfinityBits) {
       if (is_first) call.scales[block] = bits_as<float>(0x7fc00000);
@@ -438,8 +463,8 @@ struct TranscodeShared {
 };
 
 // One of `parts` parts of a call, by a block of threads: whole warps, with lanes for one codec
-// block, at least. T: of the tensors.
-template <WireFormat kFormat, class T>
+// block, at least.
+template <WireFormat kFormat>
 __device__ PYCOMM_ALWAYS_INLINE void transcode_part(const DeviceTranscodeCall& call,
                                                     TranscodeShared& shared, int part, int parts) {
   using Format = FormatOf<kFormat>;
@@ -447,7 +472,7 @@ __device__ PYCOMM_ALWAYS_INLINE void transcode_part(const DeviceTranscodeCall& c
   const int tile_blocks = static_cast<int>(blockDim.x) * kTranscodeLanes / length;
   const int at_in_tile = static_cast<int>(threadIdx.x) * kTranscodeLanes;
   const int block_in_tile = at_in_tile / length;  // beyond the last: no lanes
-  const bool scales = call.values && call.block > 0;
+  const bool scales = call.values && has_scales<typename Format::Value>(call);
   ThreadCounts counts;
   if (scales) shared.maxima.clear();
 
@@ -471,7 +496,7 @@ __device__ PYCOMM_ALWAYS_INLINE void transcode_part(const DeviceTranscodeCall& c
       const int before = call.own < 0 ? call.num_wires : call.own;
       add_wires<Format>(call, 0, before, block, at, lanes, sum);
       if (call.own >= 0) {
-        add_own<T>(call, at, lanes, sum);
+        add_own(call, at, lanes, sum);
         add_wires<Format>(call, before, call.num_wires, block, at, lanes, sum);
       }
       if (call.divisor != 1) {
@@ -489,18 +514,17 @@ __device__ PYCOMM_ALWAYS_INLINE void transcode_part(const DeviceTranscodeCall& c
     }
     if (lanes == 0) continue;
     if (call.values) encode_lanes<kFormat>(call, counts, block, largest, at, lanes, sum);
-    if (call.outputs.count > 0) write_outputs<T>(call, at, lanes, sum);
+    if (call.outputs.count > 0) write_outputs(call, at, lanes, sum);
   }
   if (call.counts && call.values) add_counts(call, counts, shared.counts, part == 0);
 }
 
-template <WireFormat kFormat, class T>
+template <WireFormat kFormat>
 __global__ void __launch_bounds__(kMostTranscodeThreads,
                                   kTranscodeThreadsPerProcessor / kMostTranscodeThreads)
     transcode_kernel(const __grid_constant__ DeviceTranscodeCall call) {
   __shared__ TranscodeShared shared;
-  transcode_part<kFormat, T>(call, shared, static_cast<int>(blockIdx.x),
-                             static_cast<int>(gridDim.x));
+  transcode_part<kFormat>(call, shared, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
 }
 
 }  // namespace pycomm

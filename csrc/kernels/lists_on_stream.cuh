@@ -11,7 +11,7 @@ namespace pycomm {
 // The lists of a call in device memory, which belongs to the stream.
 class ListsOnStream {
  public:
-  ListsOnStream(const std::vector<Span>& inputs, const std::vector<Span>& outputs,
+  ListsOnStream(const std::vector<FloatSpan>& inputs, const std::vector<FloatSpan>& outputs,
                 cudaStream_t stream)
       : stream_(stream) {
     std::vector<DeviceSpan> entries;
@@ -31,7 +31,7 @@ class ListsOnStream {
 
  private:
   // Returns where in `entries` the list begins.
-  static size_t add(const std::vector<Span>& tensors, std::vector<DeviceSpan>& entries) {
+  static size_t add(const std::vector<FloatSpan>& tensors, std::vector<DeviceSpan>& entries) {
     const size_t begin = entries.size();
     if (tensors.size() < 2) return begin;
     entries.resize(begin + tensors.size() + 1);
@@ -50,10 +50,11 @@ class ListsOnStream {
     check_cuda(cudaMemcpyAsync(memory_, entries.data(), bytes, cudaMemcpyHostToDevice, stream_),
                "copy of a list of tensors");
   }
-  DeviceSpans spans(const std::vector<Span>& tensors, size_t begin) const {
+  DeviceSpans spans(const std::vector<FloatSpan>& tensors, size_t begin) const {
     const int count = static_cast<int>(tensors.size());
-    if (count < 2) return {count, count == 1 ? tensors[0].data : nullptr, nullptr};
-    return {count, nullptr, static_cast<const DeviceSpan*>(memory_) + begin};
+    if (count == 0) return {};
+    if (count == 1) return {1, {tensors[0].data, 0, tensors[0].dtype}, nullptr};
+    return {count, {}, static_cast<const DeviceSpan*>(memory_) + begin};
   }
 
   const cudaStream_t stream_;

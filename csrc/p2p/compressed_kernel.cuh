@@ -20,15 +20,15 @@ struct PeerCompressedCall {
 };
 
 // As all_reduce_kernel; a block has whole warps, with lanes for one codec block at least.
-template <Algorithm kAlgorithm, WireFormat kFormat, class T, class Slots>
+template <Algorithm kAlgorithm, WireFormat kFormat, class Slots>
 __global__ void __launch_bounds__(kPeerThreads, 1)
     compressed_kernel(const __grid_constant__ PeerCompressedCall call) {
   alignas(PeerTranscode) __shared__ char memory[sizeof(PeerTranscode)];
   Slots slots(call.group);
   const Shard strip = shard_of(call.count, static_cast<int>(gridDim.x),
                                static_cast<int>(blockIdx.x), call.compression.codec.granule());
-  const PeerEncoder<kFormat, T, Slots> encoder(
-      slots, call.compression, reinterpret_cast<PeerTranscode&>(memory), strip.begin);
+  const PeerEncoder<kFormat, Slots> encoder(slots, call.compression,
+                                            reinterpret_cast<PeerTranscode&>(memory), strip.begin);
   if constexpr (kAlgorithm == Algorithm::kOneShot)
     slots.advance(compressed_one_shot(slots, encoder, strip.count));
   else if constexpr (kAlgorithm == Algorithm::kRing)

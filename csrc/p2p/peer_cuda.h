@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "../algorithms/compression.h"
 #include "../common.h"
-#include "../kernels/codec.h"
 #include "peer_layout.h"
 
 namespace pycomm {
@@ -24,24 +24,12 @@ void launch_peer_all_reduce(const PeerGroup& group, Algorithm algorithm, DType d
                             const void* input, void* output, int64_t count, void* stream,
                             const double* scales = nullptr);
 
-// One rank's part of a compressed all_reduce; see encoder.h: Compression. Pointers are to device
-// memory; `counts` is added to atomically.
-struct PeerCompressionCall {
-  Codec codec;
-  DType dtype = DType::kFloat32;
-  std::vector<Span> tensors;  // read, and overwritten with the result
-  float factor = 1;
-  float divisor = 1;
-  float* residual = nullptr;
-  CodecCounts* counts = nullptr;
-  uint64_t seed = 0;
-  bool infinite = false, stochastic = false;
-};
 // Throws kInvalidArgument for what the launcher refuses; asks no device.
-void check_peer_compression(const PeerGroup& group, const PeerCompressionCall& call);
-// Tensors = the reduction of all ranks' tensors, which travel encoded. Of several, what the kernel
+void check_peer_compression(const PeerGroup& group, const Compression& call);
+// Tensors = the reduction of all ranks' tensors, which travel encoded. Pointers are to device
+// memory; `counts` is added to atomically. Of several tensors, what the kernel
 // finds them by is copied ahead of it, which a stream that is being captured cannot do.
-void launch_peer_compressed(const PeerGroup& group, Algorithm algorithm,
-                            const PeerCompressionCall& call, void* stream);
+void launch_peer_compressed(const PeerGroup& group, Algorithm algorithm, const Compression& call,
+                            void* stream);
 
 }  // namespace pycomm

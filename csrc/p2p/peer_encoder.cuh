@@ -10,7 +10,7 @@
 
 namespace pycomm {
 
-// One rank's part of it; see encoder.h: Compression. Pointers are to device memory.
+// One rank's part of it; see algorithms/compression.h. Pointers are to device memory.
 struct PeerCompression {
   Codec codec;
   DeviceSpans tensors;
@@ -47,7 +47,7 @@ class PeerWires {
 
 // `begin`: the number among all values of the first that this block works on; the algorithm counts
 // from there. An operation that has failed touches no more memory.
-template <WireFormat kFormat, class T, class Slots>
+template <WireFormat kFormat, class Slots>
 class PeerEncoder {
  public:
   __device__ PeerEncoder(const Slots& slots, const PeerCompression& compression,
@@ -125,7 +125,7 @@ class PeerEncoder {
   }
   // Once in a kernel, whoever calls.
   __device__ __attribute__((noinline)) static void work(PeerTranscode& transcode) {
-    transcode_part<kFormat, T>(transcode.call, transcode.shared, 0, 1);
+    transcode_part<kFormat>(transcode.call, transcode.shared, 0, 1);
   }
 
   const Slots& slots_;

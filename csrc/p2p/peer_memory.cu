@@ -202,8 +202,7 @@ void PeerMemory::all_reduce(Algorithm algorithm, DType dtype, ReduceOp op, const
   });
 }
 
-void PeerMemory::compressed_all_reduce(Algorithm algorithm, const PeerCompressionCall& call,
-                                       void* stream) {
+void PeerMemory::compressed_all_reduce(Algorithm algorithm, const Compression& call, void* stream) {
   launch([&] { launch_peer_compressed(group_, algorithm, call, stream); });
 }
 

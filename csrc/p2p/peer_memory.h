@@ -39,7 +39,7 @@ class PeerMemory {
   // As in peer_cuda.h. Throw what check() does first.
   void all_reduce(Algorithm algorithm, DType dtype, ReduceOp op, const void* input, void* output,
                   int64_t count, void* stream, const double* scales = nullptr);
-  void compressed_all_reduce(Algorithm algorithm, const PeerCompressionCall& call, void* stream);
+  void compressed_all_reduce(Algorithm algorithm, const Compression& call, void* stream);
 
   // Throws kTimeout or kAborted if a kernel of this rank gave up; waits for none. Then nothing of
   // what was launched since has results, and the memory serves no more.

@@ -57,6 +57,7 @@ struct OperationHeader {
   int64_t count;
   int32_t root;
   Codec codec;         // of a compressed all_reduce; of others, block is kUncompressed
+  uint32_t mixture;    // of its dtypes: see Compression
   uint32_t has_parts;  // whether `parts` below holds the counts, in place of `count`
   double factor;       // of this rank's contribution to a premul_sum
   uint64_t address;    // of the tensor, for its own process

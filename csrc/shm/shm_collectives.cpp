@@ -386,6 +386,7 @@ void ShmCommunicator::fill_header(const Request& request) {
   header.has_parts = request.needs_table();
   header.codec =
       request.compression ? request.compression->codec : Codec{WireFormat::kFloat32, kUncompressed};
+  header.mixture = request.compression ? request.compression->mixture() : 0;
   header.factor = request.factor;
   header.place = place_of(request);
   header.address = address_of(request);
@@ -410,6 +411,7 @@ void ShmCommunicator::corrupt(OperationHeader& header) const {
   spoil(header.root);
   spoil(header.codec.format);
   spoil(header.codec.block);
+  spoil(header.mixture);
   spoil(header.has_parts);
   spoil(header.factor);
   spoil(header.address);
@@ -564,7 +566,8 @@ bool ShmCommunicator::agrees_with(int peer) const {
   const bool same = mine.operation == theirs.operation && mine.dtype == theirs.dtype &&
                     mine.op == theirs.op && mine.algorithm == theirs.algorithm &&
                     (mine.count == theirs.count || mine.has_parts) && mine.root == theirs.root &&
-                    mine.codec == theirs.codec && mine.has_parts == theirs.has_parts;
+                    mine.codec == theirs.codec && mine.mixture == theirs.mixture &&
+                    mine.has_parts == theirs.has_parts;
   return same || !checks_headers_;
 }
 

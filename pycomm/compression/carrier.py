@@ -59,7 +59,7 @@ class Carrier(Ranks, Protocol):
         seed: int = 0,
         timeout: timedelta | None = None,
     ) -> Any:
-        """Sums a list of contiguous tensors of one dtype, in place, encoded on the way."""
+        """Sums a list of contiguous tensors, in place, encoded on the way."""
 
 
 def carrier_of(group: dist.ProcessGroup | None = None) -> Carrier:

@@ -129,12 +129,15 @@ class Averager:
         order = sorted(range(len(names)), key=names.__getitem__)
         plain = [i for i in order if not chosen[i]]
         rest = [i for i in order if chosen[i]]
-        self._average_by_dtype(carrier, names, gradients, plain, None, share)
-        if isinstance(self.compressor, Encoding):
-            self._average_by_dtype(carrier, names, gradients, rest, self.compressor, share)
+        rest_names, rest_gradients = [names[i] for i in rest], [gradients[i] for i in rest]
+        if plain:
+            self._average_plain(carrier, [gradients[i] for i in plain], share)
+        if rest and isinstance(self.compressor, Encoding):
+            self._average_encoded(
+                carrier, self.compressor, tuple(rest_names), rest_gradients, share
+            )
         elif isinstance(self.compressor, Reduced):
-            some = [names[i] for i in rest], [gradients[i] for i in rest]
-            self.compressor.average(carrier, *some, share, self._memory)
+            self.compressor.average(carrier, rest_names, rest_gradients, share, self._memory)
 
     def _name_of(self, parameter: torch.Tensor) -> str:
         if (name := self._names.get(parameter)) is None:
@@ -142,48 +145,30 @@ class Averager:
             self._unnamed += 1
         return name
 
-    def _average_by_dtype(
-        self,
-        carrier: Carrier,
-        names: Sequence[str],
-        gradients: Sequence[torch.Tensor],
-        chosen: Sequence[int],
-        encoding: Encoding | None,
-        share: float | None,
+    def _average_plain(
+        self, carrier: Carrier, gradients: list[torch.Tensor], share: float | None
     ) -> None:
-        for dtype in sorted({gradients[i].dtype for i in chosen}, key=str):
-            alike = [i for i in chosen if gradients[i].dtype == dtype]
-            self._average(
-                carrier,
-                tuple(names[i] for i in alike),
-                [gradients[i] for i in alike],
-                encoding,
-                share,
-            )
+        carrier.compressed_all_reduce(
+            gradients,
+            core.Codec("fp32"),
+            factor=1.0 if share is None else share,
+            divisor=carrier.world_size if share is None else 1.0,
+        )
 
-    def _average(
+    def _average_encoded(
         self,
         carrier: Carrier,
+        encoding: Encoding,
         names: tuple[str, ...],
         gradients: list[torch.Tensor],
-        encoding: Encoding | None,
         share: float | None,
     ) -> None:
-        count = carrier.world_size
-        if encoding is None:
-            carrier.compressed_all_reduce(
-                gradients,
-                core.Codec("fp32"),
-                factor=1.0 if share is None else share,
-                divisor=count if share is None else 1.0,
-            )
-            return
         residual = self._residual_of(names, gradients) if encoding.error_feedback else None
         withheld = [] if residual is None else self._withhold(names, gradients)
         carrier.compressed_all_reduce(
             gradients,
             encoding.codec,
-            factor=1 / count if share is None else share,
+            factor=1 / carrier.world_size if share is None else share,
             residual=residual,
             infinite=encoding.infinite,
             stochastic=encoding.stochastic,

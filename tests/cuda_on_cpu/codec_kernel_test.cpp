@@ -1,5 +1,6 @@
 // Runs transcode_kernel unchanged on the CPU and compares it bit for bit with the CPU's driver:
-// every format, block, dtype, count and number of ranks; lists of tensors at odd addresses;
+// every format, block, dtype, count and number of ranks; lists of tensors at odd addresses, of one
+// dtype or of several;
 // ordinary and special values; grids and orders of threads. Of the sums of squares only the value
 // is compared, since they are added up in another order. tests/test_cuda_on_cpu.py builds and runs
 // it; with the argument `quick`, a part of it, as ThreadSanitizer is slow.
@@ -13,6 +14,7 @@
 
 #include "checks.h"
 #include "cuda_on_cpu.h"
+#include "float_list.h"
 // The kernel needs the definitions above.
 #include "../../csrc/kernels/codec_kernel.cuh"
 #include "../../csrc/kernels/isa.h"
@@ -58,91 +60,36 @@ float random_value(Values kind) {
   }
   return 0;
 }
-template <class T>
-T element_of(float value) {
-  if constexpr (std::is_same_v<T, Half>)
-    return T{cuda_on_cpu::Binary16::narrow(value)};
-  else if constexpr (std::is_same_v<T, BFloat16>)
-    return T{cuda_on_cpu::Brain16::narrow(value)};
-  else
-    return value;
+void fill(float* to, int64_t count, Values kind) {
+  for (int64_t at = 0; at < count; ++at) to[at] = random_value(kind);
 }
-template <class T>
-void fill(T* to, int64_t count, Values kind) {
-  for (int64_t at = 0; at < count; ++at) to[at] = element_of<T>(random_value(kind));
-  if (kind == Values::kOneInfinity && count > 0)
-    to[below(static_cast<unsigned>(count))] = element_of<T>(below(2) ? -INFINITY : NAN);
+void fill(FloatList& tensors, int64_t count, Values kind) {
+  const int64_t special =
+      kind == Values::kOneInfinity && count > 0 ? below(static_cast<unsigned>(count)) : -1;
+  int64_t number = 0;
+  tensors.fill([&] {
+    if (number++ == special) return below(2) ? -INFINITY : NAN;
+    return random_value(kind);
+  });
 }
 
-// Tensors one behind the other, each somewhere in memory of its own. `before`: elements ahead of
-// them all that nobody reads or writes, so that numbers can be large.
-template <class T>
-class Tensors {
- public:
-  Tensors(int64_t before, int64_t count, bool alone) {
-    if (before > 0) spans_.push_back({nullptr, before});
-    do {
-      const int64_t size = alone ? count : std::min<int64_t>(count, below(600));
-      const unsigned offset = below(3) ? below(8) : 0;
-      memory_.emplace_back(size + offset);
-      spans_.push_back({memory_.back().data() + offset, size});
-      count -= size;
-    } while (count > 0);
-    if (!alone) spans_.push_back({nullptr, 0});
-  }
-  void fill_with(Values kind) {
-    for (const Span& span : spans_)
-      if (span.data) fill(static_cast<T*>(span.data), span.count, kind);
-  }
-  void assign(const Tensors& other) {
-    for (size_t at = 0; at < spans_.size(); ++at)
-      if (spans_[at].data && spans_[at].count > 0)
-        std::memcpy(spans_[at].data, other.spans_[at].data,
-                    static_cast<size_t>(spans_[at].count) * sizeof(T));
-  }
-  // Other memory with the same sizes and offsets as these.
-  Tensors twin() const {
-    Tensors result;
-    for (const Span& span : spans_) {
-      if (!span.data) {
-        result.spans_.push_back(span);
-        continue;
-      }
-      const auto offset =
-          static_cast<int64_t>(reinterpret_cast<uintptr_t>(span.data) % 256 / sizeof(T));
-      result.memory_.emplace_back(span.count + offset);
-      result.spans_.push_back({result.memory_.back().data() + offset, span.count});
-    }
-    result.assign(*this);
-    return result;
-  }
-  const Span* spans() const { return spans_.data(); }
-  const ConstSpan* const_spans() {
-    const_spans_.clear();
-    for (const Span& span : spans_) const_spans_.push_back({span.data, span.count});
-    return const_spans_.data();
-  }
-  DeviceSpans on_device() {
-    if (spans_.size() == 1) return {1, spans_[0].data, nullptr};
-    list_.resize(spans_.size() + 1);
-    fill_device_spans(spans_.data(), static_cast<int>(spans_.size()), list_.data());
-    return {static_cast<int>(spans_.size()), nullptr, list_.data()};
-  }
-  bool equals(const Tensors& other) const {
-    for (size_t at = 0; at < spans_.size(); ++at)
-      for (int64_t i = 0; spans_[at].data && i < spans_[at].count; ++i)
-        if (!same(static_cast<T*>(spans_[at].data)[i], static_cast<T*>(other.spans_[at].data)[i]))
-          return false;
-    return true;
-  }
+// A tensor is of one of these, by chance.
+using DTypes = std::vector<DType>;
+const DTypes kMixed{DType::kFloat32, DType::kFloat16, DType::kBFloat16};
 
- private:
-  Tensors() = default;
-  std::vector<Array<T>> memory_;
-  std::vector<Span> spans_;
-  std::vector<ConstSpan> const_spans_;
-  std::vector<DeviceSpan> list_;
-};
+// `before`: elements ahead of the tensors that nobody touches, so that numbers can be large.
+FloatList random_list(const DTypes& dtypes, int64_t before, int64_t count, bool alone) {
+  FloatList list;
+  const auto dtype = [&] { return dtypes[below(static_cast<unsigned>(dtypes.size()))]; };
+  if (before > 0) list.add_gap(before, dtype());
+  do {
+    const int64_t size = alone ? count : std::min<int64_t>(count, below(600));
+    list.add(size, dtype(), below(3) ? below(8) : 0);
+    count -= size;
+  } while (count > 0);
+  if (!alone) list.add_gap(0, dtype());
+  return list;
+}
 
 // Encoded values in memory that ends with them.
 template <class Value>
@@ -158,14 +105,15 @@ enum class Way { kEncode, kReduce, kDecode, kSum };
 
 struct Case {
   Codec codec;
-  DType dtype;
+  DTypes dtypes;
   int64_t count;
   int ranks;
   Way way;
 
   std::string words() const {
-    return concat_words(name_of(codec.format), " block ", codec.block, " ", name_of(dtype),
-                        " count ", count, " ranks ", ranks, " way ", static_cast<int>(way));
+    return concat_words(name_of(codec.format), " block ", codec.block, " ",
+                        dtypes.size() > 1 ? "mixed" : name_of(dtypes[0]), " count ", count,
+                        " ranks ", ranks, " way ", static_cast<int>(way));
   }
   template <class... Parts>
   static std::string concat_words(const Parts&... parts) {
@@ -181,17 +129,17 @@ struct Case {
   }
 };
 
-template <WireFormat kFormat, class T>
+template <WireFormat kFormat>
 class Comparison {
  public:
   explicit Comparison(const Case& which)
       : case_(which),
         kind_(static_cast<Values>(below(kKindsOfValues))),
         first_(below(3) ? kFirst : kBehind32Bits - below(static_cast<unsigned>(which.count) + 1)),
-        wire_tensors_(0, which.count, true),
-        inputs_(first_ - kFirst, kFirst + which.count + below(20), below(3) == 0),
-        outputs_(inputs_.twin()),
-        device_outputs_(inputs_.twin()),
+        input_count_(kFirst + which.count + below(20)),
+        inputs_(random_list(which.dtypes, first_ - kFirst, input_count_, below(3) == 0)),
+        outputs_(inputs_),
+        device_outputs_(inputs_),
         residual_(residual_offset_ + which.count),
         device_residual_(residual_offset_ + which.count),
         expected_(which.codec, which.count),
@@ -214,21 +162,21 @@ class Comparison {
   bool encodes() const { return case_.way == Way::kEncode || case_.way == Way::kReduce; }
 
   void prepare() {
-    inputs_.fill_with(kind_);
+    fill(inputs_, input_count_, kind_);
     outputs_.assign(inputs_);
     device_outputs_.assign(inputs_);
     fill(residual_.data(), residual_offset_ + case_.count, Values::kTame);
     device_residual_.assign(residual_);
     const int others = case_.way == Way::kEncode ? 0 : case_.ranks - (owns() ? 1 : 0);
     for (int rank = 0; rank < others; ++rank) {
-      wire_tensors_.fill_with(below(4) ? Values::kTame : kind_);
+      FloatList tensor = random_list(case_.dtypes, 0, case_.count, true);
+      fill(tensor, case_.count, below(4) ? Values::kTame : kind_);
       encoded_.emplace_back(case_.codec, case_.count);
       TranscodeCall call;
       call.codec = case_.codec;
-      call.dtype = case_.dtype;
       call.count = case_.count;
       call.own = 0;
-      call.inputs = wire_tensors_.const_spans();
+      call.inputs = tensor.spans().data();
       call.values = encoded_.back().values.data();
       call.scales = encoded_.back().scales.data();
       transcode(call);
@@ -239,7 +187,6 @@ class Comparison {
   TranscodeCall host_call() {
     TranscodeCall call;
     call.codec = case_.codec;
-    call.dtype = case_.dtype;
     call.count = case_.count;
     call.wires = wires_.data();
     call.num_wires = static_cast<int>(wires_.size());
@@ -253,8 +200,8 @@ class Comparison {
       call.scales = expected_.scales.data();
     }
     in_place_ = below(2) == 0;
-    if (owns()) call.inputs = (in_place_ ? outputs_ : inputs_).const_spans();
-    if (!encodes() || below(3)) call.outputs = outputs_.spans();
+    if (owns()) call.inputs = (in_place_ ? outputs_ : inputs_).spans().data();
+    if (!encodes() || below(3)) call.outputs = outputs_.spans().data();
     call.infinite = below(2) == 0;
     call.stochastic = below(2) == 0;
     call.seed = generator();
@@ -290,7 +237,7 @@ class Comparison {
     const unsigned most = kMostTranscodeThreads / kWarpThreads;
     const unsigned threads = std::min(warps + below(3), most) * kWarpThreads;
     const auto order = static_cast<Order>(below(3));
-    launch_blocks(1 + below(3), threads, order, below(1000), transcode_kernel<kFormat, T>, device);
+    launch_blocks(1 + below(3), threads, order, below(1000), transcode_kernel<kFormat>, device);
   }
 
   void compare() {
@@ -330,7 +277,8 @@ class Comparison {
   const int64_t first_;
   const int64_t residual_offset_ = below(4) ? 0 : 3;
   bool in_place_ = false;
-  Tensors<T> wire_tensors_, inputs_, outputs_, device_outputs_;
+  const int64_t input_count_;
+  FloatList inputs_, outputs_, device_outputs_;
   Array<float> residual_, device_residual_;
   std::vector<Encoded<Value>> encoded_;
   std::vector<Wire> wires_;
@@ -338,8 +286,8 @@ class Comparison {
   CodecCounts expected_counts_, got_counts_;
 };
 
-template <WireFormat kFormat, class T>
-void compare(DType dtype, bool quick) {
+template <WireFormat kFormat>
+void compare(const DTypes& dtypes, bool quick) {
   for (const int block : kBlocks) {
     if (block == 0 ? kFormat == WireFormat::kInt8 : kFormat == WireFormat::kFloat32) continue;
     for (const int64_t count : kCounts) {
@@ -347,17 +295,16 @@ void compare(DType dtype, bool quick) {
       for (int ranks = 1; ranks <= kMostRanks; ++ranks)
         for (const Way way : {Way::kEncode, Way::kReduce, Way::kDecode, Way::kSum}) {
           if (quick ? ranks != 2 : way == Way::kEncode && ranks > 1) continue;
-          Comparison<kFormat, T>({{kFormat, block}, dtype, count, ranks, way}).run();
+          Comparison<kFormat>({{kFormat, block}, dtypes, count, ranks, way}).run();
         }
     }
   }
 }
 template <WireFormat kFormat>
 void compare(bool quick) {
-  compare<kFormat, float>(DType::kFloat32, quick);
+  compare<kFormat>(kMixed, quick);
   if (quick) return;
-  compare<kFormat, Half>(DType::kFloat16, false);
-  compare<kFormat, BFloat16>(DType::kBFloat16, false);
+  for (const DType dtype : kMixed) compare<kFormat>({dtype}, false);
 }
 
 // ---- the host execution header itself -----------------------------------------------------------

@@ -11,6 +11,7 @@
 
 #include "checks.h"
 #include "cuda_on_cpu.h"
+#include "float_list.h"
 #include "peer_world.h"
 // The kernels need the definitions above.
 #include "../../csrc/algorithms/compressed.h"
@@ -34,22 +35,21 @@ constexpr PeerLayout kSmall{2, 4, 1152}, kLarge{2, 4, 4608};
 std::mt19937_64 generator(20261204);
 unsigned below(unsigned limit) { return static_cast<unsigned>(generator() % limit); }
 
-template <class T>
-T random_element(bool tame) {
+float random_value(bool tame) {
   const auto word = static_cast<uint32_t>(generator() >> 32);
-  float value = static_cast<float>(static_cast<int32_t>(word)) * 0x1p-29f;
-  if (!tame && word % 5 == 0) value = bits_as<float>(static_cast<uint32_t>(generator()));
-  if constexpr (std::is_same_v<T, Half>)
-    return T{cuda_on_cpu::Binary16::narrow(value)};
-  else if constexpr (std::is_same_v<T, BFloat16>)
-    return T{cuda_on_cpu::Brain16::narrow(value)};
-  else
-    return value;
+  if (!tame && word % 5 == 0) return bits_as<float>(static_cast<uint32_t>(generator()));
+  return static_cast<float>(static_cast<int32_t>(word)) * 0x1p-29f;
 }
+
+// Of values [0, kRun), [kRun, 2 * kRun) and so on, round and round.
+using DTypes = std::vector<DType>;
+constexpr int64_t kRun = 150;
+const DTypes kFloats32{DType::kFloat32}, kHalves{DType::kFloat16}, kBrains{DType::kBFloat16};
+const DTypes kMixed{DType::kFloat32, DType::kBFloat16, DType::kFloat16};
 
 struct Case {
   Codec codec;
-  DType dtype = DType::kFloat32;
+  DTypes dtypes = kFloats32;
   Algorithm algorithm = Algorithm::kTwoShot;
   int64_t count = 0;
   unsigned blocks = 2, threads = 32;
@@ -59,64 +59,31 @@ struct Case {
 
   std::string text(int world_size) const {
     return concat(name_of(algorithm), " ", name_of(codec.format), " block ", codec.block, " of ",
-                  name_of(dtype), ", ", world_size, " ranks, count ", count, ", grid ", blocks, "x",
-                  threads, split ? ", split" : "", with_residual ? ", residual" : "",
-                  stochastic ? ", stochastic" : "", ", seed ", seed);
+                  dtypes.size() > 1 ? "mixed" : name_of(dtypes[0]), ", ", world_size,
+                  " ranks, count ", count, ", grid ", blocks, "x", threads, split ? ", split" : "",
+                  with_residual ? ", residual" : "", stochastic ? ", stochastic" : "", ", seed ",
+                  seed);
   }
 };
 
 // What one rank works on.
-template <class T>
 struct Data {
   Data(const Case& c, int rank) : factor(rank % 2 ? 1.0f / 3 : 1.0f), seed(c.seed + 77u * rank) {
-    for (int64_t left = c.count; left > 0;) {
-      const int64_t size = c.split ? std::min<int64_t>(left, 1 + below(200)) : left;
-      const unsigned offset = c.split ? below(3) : 0;
-      memory.emplace_back(size + offset);
-      for (int64_t at = 0; at < size + offset; ++at) memory.back()[at] = random_element<T>(c.tame);
-      spans.push_back({memory.back().data() + offset, size});
-      left -= size;
+    for (int64_t begin = 0; begin < c.count;) {
+      const int64_t run = c.dtypes.size() > 1 ? begin / kRun : 0;
+      const int64_t end = c.dtypes.size() > 1 ? std::min((run + 1) * kRun, c.count) : c.count;
+      const int64_t size = c.split ? std::min<int64_t>(end - begin, 1 + below(200)) : end - begin;
+      tensors.add(size, c.dtypes[static_cast<size_t>(run) % c.dtypes.size()],
+                  c.split ? below(3) : 0);
+      begin += size;
     }
-    if (spans.empty()) spans.push_back({nullptr, 0});
-    residual.reset(new Array<float>(c.count));
-    for (int64_t at = 0; at < c.count; ++at) (*residual)[at] = random_element<float>(true) / 16;
-  }
-  Data(const Data& other)
-      : spans(other.spans), counts(other.counts), factor(other.factor), seed(other.seed) {
-    for (Span& span : spans) {
-      if (!span.data) continue;
-      const auto offset = static_cast<int64_t>(reinterpret_cast<uintptr_t>(span.data) % 256);
-      memory.emplace_back(span.count + offset / static_cast<int64_t>(sizeof(T)));
-      char* const data = reinterpret_cast<char*>(memory.back().data()) + offset;
-      std::memcpy(data, span.data, static_cast<size_t>(span.count) * sizeof(T));
-      span.data = data;
-    }
-    const int64_t count = total();
-    residual.reset(new Array<float>(count));
-    for (int64_t at = 0; at < count; ++at) (*residual)[at] = (*other.residual)[at];
-  }
-  int64_t total() const {
-    int64_t sum = 0;
-    for (const Span& span : spans) sum += span.count;
-    return sum;
-  }
-  DeviceSpans on_device() {
-    if (spans.size() == 1) return {1, spans[0].data, nullptr};
-    list.resize(spans.size() + 1);
-    fill_device_spans(spans.data(), static_cast<int>(spans.size()), list.data());
-    return {static_cast<int>(spans.size()), nullptr, list.data()};
-  }
-  std::vector<T> elements() const {
-    std::vector<T> all;
-    for (const Span& span : spans)
-      all.insert(all.end(), static_cast<T*>(span.data), static_cast<T*>(span.data) + span.count);
-    return all;
+    if (c.count == 0) tensors.add_gap(0, c.dtypes[0]);
+    tensors.fill([&] { return random_value(c.tame); });
+    for (int64_t at = 0; at < c.count; ++at) residual.push_back(random_value(true) / 16);
   }
 
-  std::vector<Array<T>> memory;
-  std::vector<Span> spans;
-  std::vector<DeviceSpan> list;
-  std::unique_ptr<Array<float>> residual;
+  FloatList tensors;
+  std::vector<float> residual;
   CodecCounts counts;
   float factor;
   uint64_t seed;
@@ -156,21 +123,19 @@ struct StripEncoder {
   }
 };
 
-template <class T>
-void reference(const Case& c, const PeerLayout& layout, std::vector<Data<T>>& ranks) {
+void reference(const Case& c, const PeerLayout& layout, std::vector<Data>& ranks) {
   const int world_size = static_cast<int>(ranks.size());
   for (unsigned block = 0; block < c.blocks; ++block) {
     HostMemory memory(world_size, layout.slot_bytes, layout.slots);
     on_threads(world_size, [&](int rank) {
-      Data<T>& data = ranks[static_cast<size_t>(rank)];
+      Data& data = ranks[static_cast<size_t>(rank)];
       HostSlots slots(memory, rank);
       Compression compression;
       compression.codec = c.codec;
-      compression.dtype = c.dtype;
-      compression.tensors = data.spans;
+      compression.tensors = data.tensors.spans();
       compression.factor = data.factor;
       compression.divisor = static_cast<float>(world_size);
-      if (c.with_residual) compression.residual = data.residual->data();
+      if (c.with_residual) compression.residual = data.residual.data();
       compression.infinite = c.infinite;
       compression.stochastic = c.stochastic;
       compression.seed = data.seed;
@@ -191,16 +156,16 @@ void reference(const Case& c, const PeerLayout& layout, std::vector<Data<T>>& ra
 
 // ---- in the kernel ------------------------------------------------------------------------------
 
-template <class Slots, WireFormat kFormat, class T>
-void launch(const Case& c, const PeerGroup& group, Data<T>& data) {
+template <class Slots, WireFormat kFormat>
+void launch(const Case& c, const PeerGroup& group, Data& data) {
   PeerCompressedCall call{};
   call.group = group;
   call.count = c.count;
   call.compression.codec = c.codec;
-  call.compression.tensors = data.on_device();
+  call.compression.tensors = data.tensors.on_device();
   call.compression.factor = data.factor;
   call.compression.divisor = static_cast<float>(group.world_size);
-  call.compression.residual = c.with_residual ? data.residual->data() : nullptr;
+  call.compression.residual = c.with_residual ? data.residual.data() : nullptr;
   call.compression.counts = &data.counts;
   call.compression.seed = data.seed;
   call.compression.infinite = c.infinite;
@@ -211,56 +176,49 @@ void launch(const Case& c, const PeerGroup& group, Data<T>& data) {
   };
   switch (c.algorithm) {
     case Algorithm::kOneShot:
-      return run(compressed_kernel<Algorithm::kOneShot, kFormat, T, Slots>);
+      return run(compressed_kernel<Algorithm::kOneShot, kFormat, Slots>);
     case Algorithm::kRing:
-      return run(compressed_kernel<Algorithm::kRing, kFormat, T, Slots>);
+      return run(compressed_kernel<Algorithm::kRing, kFormat, Slots>);
     default:
-      return run(compressed_kernel<Algorithm::kTwoShot, kFormat, T, Slots>);
+      return run(compressed_kernel<Algorithm::kTwoShot, kFormat, Slots>);
   }
 }
 
-template <class T>
-std::vector<Data<T>> random_data(const Case& c, int world_size) {
-  std::vector<Data<T>> ranks;
+std::vector<Data> random_data(const Case& c, int world_size) {
+  std::vector<Data> ranks;
   ranks.reserve(static_cast<size_t>(world_size));
   for (int rank = 0; rank < world_size; ++rank) ranks.emplace_back(c, rank);
   return ranks;
 }
 
-template <class T>
-void compare(const Case& c, const std::vector<Data<T>>& expected, const std::vector<Data<T>>& got) {
-  const int world_size = static_cast<int>(got.size());
-  const std::string text = c.text(world_size);
-  const std::vector<T> first = got[0].elements();
+void compare(const Case& c, const std::vector<Data>& expected, const std::vector<Data>& got) {
+  const std::string text = c.text(static_cast<int>(got.size()));
+  const std::vector<FloatList::Element> first = got[0].tensors.elements();
   for (size_t rank = 0; rank < got.size(); ++rank) {
-    const std::vector<T> wanted = expected[rank].elements(), have = got[rank].elements();
-    int64_t wrong = 0, errors = 0, differ = 0;
-    for (size_t at = 0; at < wanted.size(); ++at) {
-      wrong += !same(wanted[at], have[at]);
-      differ += std::memcmp(&have[at], &first[at], sizeof(T)) != 0;
-      const auto place = static_cast<int64_t>(at);
-      errors += !same((*expected[rank].residual)[place], (*got[rank].residual)[place]);
-    }
-    check(wrong == 0, "%s: %lld elements of rank %zu", text.c_str(), static_cast<long long>(wrong),
-          rank);
-    check(differ == 0, "%s: rank %zu has %lld other elements than rank 0", text.c_str(), rank,
-          static_cast<long long>(differ));
+    const Data &wanted = expected[rank], &have = got[rank];
+    int64_t errors = 0;
+    for (size_t at = 0; at < have.residual.size(); ++at)
+      errors += !same(wanted.residual[at], have.residual[at]);
+    check(wanted.tensors.equals(have.tensors), "%s: %lld elements of rank %zu", text.c_str(),
+          static_cast<long long>(wanted.tensors.differences(have.tensors)), rank);
+    check(have.tensors.elements() == first, "%s: rank %zu has other elements than rank 0",
+          text.c_str(), rank);
     check(errors == 0, "%s: %lld residuals of rank %zu", text.c_str(),
           static_cast<long long>(errors), rank);
-    const CodecCounts &want = expected[rank].counts, &have_counts = got[rank].counts;
-    check(want.values == have_counts.values && want.overflows == have_counts.overflows &&
-              want.underflows == have_counts.underflows &&
-              want.non_finite == have_counts.non_finite,
+    check(wanted.counts.values == have.counts.values &&
+              wanted.counts.overflows == have.counts.overflows &&
+              wanted.counts.underflows == have.counts.underflows &&
+              wanted.counts.non_finite == have.counts.non_finite,
           "%s: counts of rank %zu", text.c_str(), rank);
   }
 }
 
-template <WireFormat kFormat, class T>
+template <WireFormat kFormat>
 void run_case(World& world, const Case& c) {
-  std::vector<Data<T>> got = random_data<T>(c, world.size()), expected(got);
+  std::vector<Data> got = random_data(c, world.size()), expected(got);
   reference(c, world.layout(), expected);
   on_threads(world.size(), [&](int rank) {
-    launch<PeerSlots, kFormat, T>(c, world.group(rank), got[static_cast<size_t>(rank)]);
+    launch<PeerSlots, kFormat>(c, world.group(rank), got[static_cast<size_t>(rank)]);
   });
   compare(c, expected, got);
   for (int rank = 0; rank < world.size(); ++rank)
@@ -268,11 +226,12 @@ void run_case(World& world, const Case& c) {
           c.text(world.size()).c_str(), rank);
 }
 
-template <WireFormat kFormat, class T, DType kDType>
-void every_way(World& world, const std::vector<int>& blocks, const std::vector<int64_t>& counts) {
+template <WireFormat kFormat>
+void every_way(World& world, const DTypes& dtypes, const std::vector<int>& blocks,
+               const std::vector<int64_t>& counts) {
   static unsigned number = 0;
   Case c;
-  c.dtype = kDType;
+  c.dtypes = dtypes;
   for (const int block : blocks) {
     if (block > 0 ? kFormat == WireFormat::kFloat32 : kFormat == WireFormat::kInt8) continue;
     c.codec = {kFormat, block};
@@ -289,7 +248,7 @@ void every_way(World& world, const std::vector<int>& blocks, const std::vector<i
         c.infinite = number % 7 == 0;
         c.tame = number % 6 != 0;
         c.order = static_cast<Order>(number % 3);
-        run_case<kFormat, T>(world, c);
+        run_case<kFormat>(world, c);
       }
   }
 }
@@ -300,22 +259,23 @@ void every_way(World& world, const std::vector<int>& blocks, const std::vector<i
     if (world_size == 2) world.begin_at((uint64_t{1} << 32) - 5);
     const std::vector<int> blocks{0, 64, 192};
     const std::vector<int64_t> counts{0, 1, 65, 1501};
-#define PYCOMM_CASE(enumerator, ...)                                                 \
-  every_way<WireFormat::enumerator, float, DType::kFloat32>(world, blocks, counts);  \
-  every_way<WireFormat::enumerator, Half, DType::kFloat16>(world, blocks, {7, 901}); \
-  every_way<WireFormat::enumerator, BFloat16, DType::kBFloat16>(world, blocks, {129, 901});
+#define PYCOMM_CASE(enumerator, ...)                                     \
+  every_way<WireFormat::enumerator>(world, kFloats32, blocks, counts);   \
+  every_way<WireFormat::enumerator>(world, kMixed, blocks, {151, 1501}); \
+  every_way<WireFormat::enumerator>(world, kHalves, blocks, {7, 901});   \
+  every_way<WireFormat::enumerator>(world, kBrains, blocks, {129, 901});
     PYCOMM_WIRE_FORMATS(PYCOMM_CASE)
 #undef PYCOMM_CASE
     World large(world_size, kLarge, kPatient);
-    every_way<WireFormat::kInt8, float, DType::kFloat32>(large, {2048}, {2047, 20001});
-    every_way<WireFormat::kFloat8E4M3, BFloat16, DType::kBFloat16>(large, {2048}, {9001});
+    every_way<WireFormat::kInt8>(large, kFloats32, {2048}, {2047, 20001});
+    every_way<WireFormat::kFloat8E4M3>(large, kMixed, {2048}, {9001});
   }
 }
 void quick() {
   for (int world_size = 1; world_size <= 3; ++world_size) {
     World world(world_size, kSmall, kPatient);
-    every_way<WireFormat::kInt8, float, DType::kFloat32>(world, {64}, {1, 1501});
-    every_way<WireFormat::kFloat16, BFloat16, DType::kBFloat16>(world, {0, 192}, {901});
+    every_way<WireFormat::kInt8>(world, kFloats32, {64}, {1, 1501});
+    every_way<WireFormat::kFloat16>(world, kMixed, {0, 192}, {901});
   }
 }
 
@@ -330,8 +290,8 @@ void quick() {
   c.codec = {WireFormat::kFloat8E4M3, 64};
   c.count = 1501;
   c.with_residual = true;
-  std::vector<std::vector<Data<float>>> inputs;
-  for (size_t at = 0; at < 3; ++at) inputs.push_back(random_data<float>(c, kWorldSize));
+  std::vector<std::vector<Data>> inputs;
+  for (size_t at = 0; at < 3; ++at) inputs.push_back(random_data(c, kWorldSize));
   const Shared results(kWorldSize * 3 * c.count * static_cast<int64_t>(sizeof(float)));
   const bool ended = on_processes(kWorldSize, [&](int rank) {
     PeerGroup group{};
@@ -349,9 +309,10 @@ void quick() {
     Case mine = c;
     for (size_t at = 0; at < 3; ++at, output += c.count) {
       mine.algorithm = kAlgorithms[at];
-      Data<float>& data = inputs[at][static_cast<size_t>(rank)];
-      launch<PeerSlots, WireFormat::kFloat8E4M3, float>(mine, group, data);
-      std::memcpy(output, data.elements().data(), static_cast<size_t>(c.count) * sizeof(float));
+      Data& data = inputs[at][static_cast<size_t>(rank)];
+      launch<PeerSlots, WireFormat::kFloat8E4M3>(mine, group, data);
+      std::memcpy(output, data.tensors.spans()[0].data,
+                  static_cast<size_t>(c.count) * sizeof(float));
     }
     if (status.state != PeerStatus::kGood) _exit(2);
   });
@@ -361,10 +322,11 @@ void quick() {
     c.algorithm = kAlgorithms[at];
     reference(c, kSmall, inputs[at]);
     for (size_t rank = 0; rank < kWorldSize; ++rank) {
-      const std::vector<float> expected = inputs[at][rank].elements();
-      const float* got = output + (rank * 3 + at) * expected.size();
+      const auto* expected = static_cast<float*>(inputs[at][rank].tensors.spans()[0].data);
+      const float* got =
+          output + (static_cast<int64_t>(rank) * 3 + static_cast<int64_t>(at)) * c.count;
       int64_t wrong = 0;
-      for (size_t i = 0; i < expected.size(); ++i) wrong += !same(got[i], expected[i]);
+      for (int64_t i = 0; i < c.count; ++i) wrong += !same(got[i], expected[i]);
       check(wrong == 0, "%s, as process %zu: %lld elements", c.text(kWorldSize).c_str(), rank,
             static_cast<long long>(wrong));
     }
@@ -381,17 +343,16 @@ void missing() {
     c.algorithm = algorithm;
     c.codec = {WireFormat::kInt8, 64};
     c.count = 901;
-    std::vector<Data<float>> ranks = random_data<float>(c, 3), before(ranks);
+    std::vector<Data> ranks = random_data(c, 3), before(ranks);
     on_threads(2, [&](int rank) {
-      launch<PeerSlots, WireFormat::kInt8, float>(c, world.group(rank),
-                                                  ranks[static_cast<size_t>(rank)]);
+      launch<PeerSlots, WireFormat::kInt8>(c, world.group(rank), ranks[static_cast<size_t>(rank)]);
     });
     for (int rank = 0; rank < 2; ++rank) {
       const PeerStatus& status = world.status(rank);
       check(status.state != PeerStatus::kGood && status.rank == rank, "%s: rank %d is content",
             c.text(3).c_str(), rank);
       const auto number = static_cast<size_t>(rank);
-      check(ranks[number].elements() == before[number].elements(), "%s: rank %d has results",
+      check(ranks[number].tensors.equals(before[number].tensors), "%s: rank %d has results",
             c.text(3).c_str(), rank);
     }
   }
@@ -409,9 +370,9 @@ void early() {
   Case c;
   c.codec = {WireFormat::kInt8, 64};
   c.count = 1501;
-  std::vector<Data<float>> ranks = random_data<float>(c, 3);
+  std::vector<Data> ranks = random_data(c, 3);
   on_threads(3, [&](int rank) {
-    launch<Early, WireFormat::kInt8, float>(c, world.group(rank), ranks[static_cast<size_t>(rank)]);
+    launch<Early, WireFormat::kInt8>(c, world.group(rank), ranks[static_cast<size_t>(rank)]);
   });
 }
 

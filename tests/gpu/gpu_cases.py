@@ -36,6 +36,8 @@ CODECS: Final = [
 ]
 NAMES: Final = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 DTYPES: Final = tuple(NAMES)
+#: What a list is of: one dtype, or all of them in turn.
+LISTS: Final = (*((dtype,) for dtype in DTYPES), DTYPES)
 COUNTS: Final = (0, 1, 7, 15, 63, 64, 65, 255, 1025, 5000, 70001)
 WAYS: Final = ("encode", "reduce", "decode", "sum")
 KINDS: Final = ("tame", "tame", "ties", "huge", "tiny", "any bits", "one infinity")
@@ -49,7 +51,7 @@ class Case:
     number: int
     format: str
     block: int
-    dtype: torch.dtype
+    dtypes: tuple[torch.dtype, ...]
     count: int
     way: str
     ranks: int
@@ -80,23 +82,25 @@ def cases(counts: Sequence[int] = COUNTS, draws: int = 1) -> Iterator[Case]:
     """All of them, in order."""
     number = 0
     for name, block in CODECS:
-        for dtype in DTYPES:
+        for dtypes in LISTS:
             for count in counts:
                 for way in WAYS:
                     for _ in range(draws):
-                        yield draw(number, name, block, dtype, count, way)
+                        yield draw(number, name, block, dtypes, count, way)
                         number += 1
 
 
-def draw(number: int, name: str, block: int, dtype: torch.dtype, count: int, way: str) -> Case:
+def draw(
+    number: int, name: str, block: int, dtypes: tuple[torch.dtype, ...], count: int, way: str
+) -> Case:
     """A case; its number decides what is left open."""
     chance = random.Random(number)
     encodes = way in ("encode", "reduce")
     return Case(
-        number, name, block, dtype, count, way,
+        number, name, block, dtypes, count, way,
         ranks=1 if way == "encode" else chance.choice(RANKS if count <= 5000 else RANKS[:3]),
         kind=chance.choice(KINDS),
-        split=chance.random() < 0.6,
+        split=len(dtypes) > 1 or chance.random() < 0.6,
         in_place=chance.random() < 0.5,
         residual=way != "decode" and chance.random() < 0.7,
         residual_offset=chance.choice((0, 0, 3)),
@@ -191,7 +195,6 @@ class Comparison:
             core.transcode(self.codec, case.count, inputs=[part], encoded=wire.pair())
             self.wires.append(wire)
         self.total = case.first + case.count + 5
-        self.input = numbers(self.total, case.kind, case.number * 100 + 99).to(case.dtype)
         self.residual = numbers(case.count, "tame", case.number * 100 + 98) * 2**-4
         self.own = case.number % (others + 1) if case.owns else 0
         chance = random.Random(case.number + 1)
@@ -203,15 +206,24 @@ class Comparison:
             left -= length
         if case.split:
             self.parts.insert(len(self.parts) // 2, (0, 0))
+        floats = numbers(self.total, case.kind, case.number * 100 + 99)
+        self.pieces = [
+            piece.to(case.dtypes[number % len(case.dtypes)])
+            for number, piece in enumerate(floats.split([length for _, length in self.parts]))
+        ]
 
     def tensors(self, device: StandIn | None) -> list[torch.Tensor]:
         """The list, on a device or on the CPU."""
-        pieces = self.input.split([length for _, length in self.parts])
         if device is None:
-            return [piece.clone() for piece in pieces]
+            return [piece.clone() for piece in self.pieces]
         return [
-            device.put(piece, offset) for piece, (offset, _) in zip(pieces, self.parts, strict=True)
+            device.put(piece, offset)
+            for piece, (offset, _) in zip(self.pieces, self.parts, strict=True)
         ]
+
+    def own_part(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The call's own elements, of values that lie as the tensors do."""
+        return torch.cat([value.double() for value in values])[self.case.first :][: self.case.count]
 
     def call(self, device: StandIn | None) -> dict[str, Any]:
         """Runs it on a device, or on the CPU; returns all there is afterwards, on the CPU."""
@@ -236,23 +248,21 @@ class Comparison:
             outputs=outputs, infinite=case.infinite, stochastic=case.stochastic,
             seed=case.number * 2**31 + 5,
         )  # fmt: skip
-        written = outputs if outputs is not None else [torch.zeros(0, dtype=case.dtype)]
         return {
             "values": None if result is None else result[0].cpu(),
             "scales": None if result is None else result[1].cpu(),
             "residual": residual.cpu(),
-            "outputs": torch.cat([tensor.cpu() for tensor in written]),
+            "outputs": [tensor.cpu() for tensor in outputs or ()],
             "counts": counts,
         }
 
     def differences(self) -> list[str]:
         """What is not as it has to be, in words."""
         expected, got = self.call(None), self.call(self.device)
-        wrong = [
-            f"{name} differs"
-            for name in ("residual", "outputs")
-            if not same(expected[name], got[name])
-        ]
+        wrong = [] if same(expected["residual"], got["residual"]) else ["residual differs"]
+        outputs = zip(expected["outputs"], got["outputs"], strict=True)
+        if not all(same(one, other) for one, other in outputs):
+            wrong.append("outputs differ")
         if self.case.encodes:
             shape = Encoded(self.codec, self.case.count)
             if not same(shape.elements(expected["values"]), shape.elements(got["values"])):
@@ -290,10 +300,7 @@ class Comparison:
             for wire in self.wires
         ]  # fmt: skip
         if case.owns:
-            own = self.input[case.first : case.first + case.count].double() * float(
-                torch.tensor(case.factor)
-            )
-            terms.append(own)
+            terms.append(self.own_part(self.pieces) * float(torch.tensor(case.factor)))
             if case.residual:
                 terms.append(self.residual.double())
         stacked = torch.stack(terms)
@@ -321,10 +328,19 @@ class Comparison:
             ):
                 wrong.append("decoded + residual is not the float64 sum")
         if case.outputs:
-            output = got["outputs"][case.first : case.first + case.count].double()
+            output = self.own_part(got["outputs"])
             target = exact if decoded is None else decoded
-            mantissa, least = PRECISION[NAMES[case.dtype]]
-            slack = target.abs() * 2.0 ** -(mantissa + 1) * 1.001 + 2.0 ** (least - mantissa)
+            precisions = [PRECISION[NAMES[piece.dtype]] for piece in self.pieces]
+            relative, absolute = (
+                self.own_part(
+                    [torch.full(p.shape, x) for p, x in zip(self.pieces, each, strict=True)]
+                )
+                for each in (
+                    [2.0 ** -(mantissa + 1) * 1.001 for mantissa, _ in precisions],
+                    [2.0 ** (least - mantissa) for mantissa, least in precisions],
+                )
+            )
+            slack = target.abs() * relative + absolute
             if not bool(((output - target).abs() <= slack + bound)[kept].all()):
                 wrong.append("outputs are not the float64 sum, rounded")
         return wrong
