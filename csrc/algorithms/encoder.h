@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <utility>
 #include <vector>
 
@@ -34,9 +35,10 @@ struct Compression {
 
 class Encoder {
  public:
-  // `stream`: write slots past the caches.
-  Encoder(const Compression& compression, bool stream)
-      : compression_(compression), stream_(stream) {
+  using Run = std::function<void(const TranscodeCall&)>;
+  // `stream`: write slots past the caches. `run` executes calls, or sees to it that a device does.
+  Encoder(const Compression& compression, bool stream, Run run = &transcode)
+      : compression_(compression), stream_(stream), run_(std::move(run)) {
     for (const Span& tensor : compression.tensors) inputs_.push_back({tensor.data, tensor.count});
   }
 
@@ -59,7 +61,7 @@ class Encoder {
     TranscodeCall call = base(first, count);
     add_own(call, 0);
     set_encoded(call, to);
-    transcode(call);
+    run_(call);
   }
   // The sum of others' and, after `own` of them, this rank's values -> `to` and, if `finished`, the
   // tensors.
@@ -73,7 +75,7 @@ class Encoder {
       call.outputs = compression_.tensors.data();
       call.divisor = compression_.divisor;
     }
-    transcode(call);
+    run_(call);
   }
   // An encoded result -> the tensors.
   void decode(const Wire& wire, int64_t first, int64_t count) const {
@@ -97,7 +99,7 @@ class Encoder {
     set_others(call, wires);
     call.divisor = divisor;
     call.outputs = compression_.tensors.data();
-    transcode(call);
+    run_(call);
   }
   TranscodeCall base(int64_t first, int64_t count) const {
     TranscodeCall call;
@@ -129,6 +131,7 @@ class Encoder {
 
   const Compression& compression_;
   const bool stream_;
+  const Run run_;
   std::vector<ConstSpan> inputs_;
 };
 

@@ -1,10 +1,9 @@
 // NCCL's communicators: how ranks meet, part, become fewer and more.
 #include <algorithm>
-#include <cctype>
-#include <cstdio>
 #include <cstring>
 #include <thread>
 
+#include "../hex.h"
 #include "../interrupt.h"
 #include "nccl_communicator.h"
 #include "watchdog.h"
@@ -15,25 +14,6 @@ namespace {
 using Clock = NcclWork::Clock;
 
 constexpr std::chrono::milliseconds kLook{5};  // between two looks at the board for NCCL's id
-
-std::string to_hex(const UniqueId& id) {
-  std::string text;
-  char pair[3];
-  for (const char byte : id.internal) {
-    std::snprintf(pair, sizeof pair, "%02x", static_cast<unsigned char>(byte));
-    text += pair;
-  }
-  return text;
-}
-
-bool from_hex(const std::string& text, UniqueId* id) {
-  const auto is_digit = [](unsigned char letter) { return std::isxdigit(letter) != 0; };
-  if (text.size() != 2 * kUniqueIdBytes || !std::all_of(text.begin(), text.end(), is_digit))
-    return false;
-  for (int i = 0; i < kUniqueIdBytes; ++i)
-    id->internal[i] = static_cast<char>(std::stoi(text.substr(2 * i, 2), nullptr, 16));
-  return true;
-}
 
 }  // namespace
 
@@ -69,9 +49,10 @@ NcclCommunicator::Lane& NcclCommunicator::add_lane(int device, std::shared_ptr<C
   lane.events = std::make_shared<EventPool>(cuda_);
   int least = 0, greatest = 0;
   cuda_->check(cuda_->stream_priority_range(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
-  cuda_->check(cuda_->stream_create_with_priority(&lane.stream, kStreamNonBlocking,
-                                                  settings_.high_priority ? greatest : least),
-               "cudaStreamCreateWithPriority");
+  for (Stream* stream : {&lane.stream, &lane.transfers})
+    cuda_->check(cuda_->stream_create_with_priority(stream, kStreamNonBlocking,
+                                                    settings_.high_priority ? greatest : least),
+                 "cudaStreamCreateWithPriority");
   const size_t bytes = kLineBytes * static_cast<size_t>(world_size());
   void* memory = nullptr;
   cuda_->check(cuda_->malloc(&memory, bytes), "cudaMalloc");
@@ -118,7 +99,7 @@ UniqueId NcclCommunicator::exchange_id(const std::string& prefix, const Watch& w
   const std::string version = version_text(api_->version());
   if (rank() == 0) {
     api_->check(api_->get_unique_id(&id), concat("rank 0: asking NCCL for an id"));
-    board_->set(prefix + "id", version + " " + to_hex(id));
+    board_->set(prefix + "id", version + " " + to_hex(id.internal, kUniqueIdBytes));
     return id;
   }
   std::optional<std::string> text;
@@ -127,9 +108,10 @@ UniqueId NcclCommunicator::exchange_id(const std::string& prefix, const Watch& w
     std::this_thread::sleep_for(kLook);
   }
   const size_t space = text->find(' ');
-  PYCOMM_CHECK(space != std::string::npos && from_hex(text->substr(space + 1), &id), kError,
-               "rank ", rank(), ": the Store holds no id of NCCL's where rank 0 writes it: '",
-               text->substr(0, 40), "'");
+  PYCOMM_CHECK(
+      space != std::string::npos && from_hex(text->substr(space + 1), id.internal, kUniqueIdBytes),
+      kError, "rank ", rank(), ": the Store holds no id of NCCL's where rank 0 writes it: '",
+      text->substr(0, 40), "'");
   PYCOMM_CHECK(text->substr(0, space) == version, kMismatch, "rank ", rank(), ": has NCCL ",
                version, " (", api_->path(), "), but rank 0 has ", text->substr(0, space),
                ". Install the same on all ranks.");
@@ -275,7 +257,8 @@ std::shared_ptr<NcclCommunicator> NcclCommunicator::grow(int world_size, int dev
   UniqueId id{};
   if (rank() == 0) {
     lane.comm->settle(api_->comm_get_unique_id(lane.comm->get(), &id), what, watch);
-    made->board_->set("lane/0/id", version_text(api_->version()) + " " + to_hex(id));
+    made->board_->set("lane/0/id",
+                      version_text(api_->version()) + " " + to_hex(id.internal, kUniqueIdBytes));
   }
   Config config = to_config(settings_, *api_);
   auto comm = std::make_shared<CommHandle>(api_, cuda_, on);
@@ -361,6 +344,8 @@ void NcclCommunicator::free_lane(Lane& lane) {
   lane.last_end.reset();
   cuda_->set_device(lane.device);
   cuda_->stream_destroy(lane.stream);
+  cuda_->stream_destroy(lane.transfers);
+  cuda_->free(lane.wire);
   cuda_->free(lane.scratch);
   cuda_->free_host(lane.host_scratch);
 }

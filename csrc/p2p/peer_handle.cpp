@@ -1,35 +1,16 @@
 #include "peer_handle.h"
 
-#include <unistd.h>
-
-#include <fstream>
+#include <random>
 #include <sstream>
 
 #include "../error.h"
+#include "../hex.h"
+#include "../process.h"
 
 namespace pycomm {
 namespace {
 
 constexpr char kFirstWord[] = "pycomm-peer-1";  // with the format's version
-
-std::string to_hex(const unsigned char* bytes, int count) {
-  constexpr char kDigits[] = "0123456789abcdef";
-  std::string text;
-  for (int at = 0; at < count; ++at) {
-    text += kDigits[bytes[at] >> 4];
-    text += kDigits[bytes[at] & 15];
-  }
-  return text;
-}
-bool from_hex(const std::string& text, unsigned char* bytes, int count) {
-  if (text.size() != 2 * static_cast<size_t>(count) ||
-      text.find_first_not_of("0123456789abcdef") != std::string::npos)
-    return false;
-  for (int at = 0; at < count; ++at)
-    bytes[at] = static_cast<unsigned char>(
-        std::stoi(text.substr(2 * static_cast<size_t>(at), 2), nullptr, 16));
-  return true;
-}
 
 }  // namespace
 
@@ -58,9 +39,13 @@ PeerHandle PeerHandle::parse(const std::string& text) {
 
 PeerHandle PeerHandle::here() {
   PeerHandle handle;
-  std::ifstream("/proc/sys/kernel/random/boot_id") >> handle.host;
+  handle.host = boot_id();
   if (handle.host.empty()) handle.host = "unknown";
-  handle.process = getpid();
+  static const int64_t kProcess = [] {
+    std::random_device chance;
+    return static_cast<int64_t>(chance()) << 31 ^ chance();
+  }();
+  handle.process = kProcess;
   return handle;
 }
 

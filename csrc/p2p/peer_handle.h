@@ -11,8 +11,8 @@ namespace pycomm {
 struct PeerHandle {
   static constexpr int kIpcBytes = 64;  // of a cudaIpcMemHandle_t
 
-  std::string host;  // the kernel's boot id: the same for all containers of a machine
-  int64_t process = 0;
+  std::string host;      // the kernel's boot id: the same for all containers of a machine
+  int64_t process = 0;   // by chance: containers of a machine may have equal process ids
   uint64_t address = 0;  // of the region in that process
   std::string device;    // its PCI address
   PeerLayout layout;

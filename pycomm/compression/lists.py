@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from pycomm.arrays import as_tensor
 from pycomm.compression import state as _state
 from pycomm.compression.carrier import carrier_of
 from pycomm.compression.codecs import Compressor, Encoding, compressor_of, encoding_of
@@ -20,36 +21,41 @@ from pycomm.extension import core
 if TYPE_CHECKING:
     from pycomm.compression.carrier import Carrier
 
+A = TypeVar("A")
+
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def all_reduce(
-    tensor: torch.Tensor,
+    tensor: A,
     op: str = "sum",
     group: dist.ProcessGroup | None = None,
     *,
     compression: str | Compressor | None = None,
     residual: torch.Tensor | None = None,
     timeout: timedelta | None = None,
-) -> torch.Tensor:
+) -> A:
     """Reduces a tensor over the group's ranks, in place, and returns it.
 
-    tensor: any shape, contiguous, on the CPU, over a group of any backend; with `compression`
-    float32, float16 or bfloat16 and `op` sum or avg, and encoded on the way: two roundings at any world size, the same
-    bits on all ranks. `residual` (float32, as many elements) then keeps what rounding leaves out, and adds it the next
-    time. Raises InvalidArgument before anything is sent, otherwise as every operation does.
+    tensor: a tensor, or an array of a library that shares its memory by DLPack or CUDA's array interface (NumPy, CuPy,
+    ...; see :func:`pycomm.arrays.as_tensor`); any shape, contiguous. On the CPU, over a group of any backend, or on a
+    GPU over one of pycomm's; there it returns when the operation is enqueued on torch's current stream. With
+    `compression` float32, float16 or bfloat16 and `op` sum or avg, and encoded on the way: two roundings at any world
+    size, the same bits on all ranks. `residual` (float32, as many elements) then keeps what rounding leaves out, and
+    adds it the next time. Raises InvalidArgument before anything is sent, otherwise as every operation does.
     """
-    carrier = carrier_of(group)
+    values = as_tensor(tensor)
+    carrier = carrier_of(group, values.device)
     if compression is None:
         if residual is not None:
             raise InvalidArgument("a residual needs compression")
-        carrier.all_reduce(tensor, op, timeout=timeout)
+        carrier.all_reduce(values, op, timeout=timeout)
         return tensor
     if op not in ("sum", "avg"):
         raise InvalidArgument(f"only sum and avg can be compressed, not {op}")
     encoding = encoding_of(compression)
     carrier.compressed_all_reduce(
-        [tensor],
+        [values],
         encoding.codec,
         factor=1.0 if op == "sum" else 1 / carrier.world_size,
         residual=residual,

@@ -851,6 +851,10 @@ API int cudaPointerGetAttributes(PointerAttributes* attributes, const void* poin
   }
   return kCudaSuccess;
 }
+API int cudaLaunchHostFunc(Stream stream, void (*function)(void*), void* data) {
+  stream_of(stream)->add([function, data] { function(data); });
+  return kCudaSuccess;
+}
 API int cudaGetLastError() { return kCudaSuccess; }
 API const char* cudaGetErrorString(int error) {
   return error == 35    ? "CUDA driver version is insufficient for CUDA runtime version"
