@@ -49,15 +49,15 @@ class PyPeerMemory {
   void all_reduce(const py::object& input, const py::object& output, const std::string& op,
                   uintptr_t stream, const std::string& algorithm,
                   const std::optional<std::vector<double>>& scales) {
-    DeviceReader reader(stream);
+    DeviceReader reader(stream, caller());
     const TensorView from = reader.read(input), to = reader.read(output);
-    PYCOMM_CHECK(from.dtype == to.dtype && from.count == to.count, kInvalidArgument, kDeviceCaller,
+    PYCOMM_CHECK(from.dtype == to.dtype && from.count == to.count, kInvalidArgument, caller(),
                  ": input and output differ in dtype or count");
     check_device(reader);
     PYCOMM_CHECK(!scales || scales->size() == static_cast<size_t>(memory().world_size()),
-                 kInvalidArgument, kDeviceCaller, ": one scale for each rank");
-    const ReduceOp reduce_op = parse_op(op, kDeviceCaller);
-    const Algorithm chosen = parse_algorithm(algorithm, kDeviceCaller);
+                 kInvalidArgument, caller(), ": one scale for each rank");
+    const ReduceOp reduce_op = parse_op(op, caller());
+    const Algorithm chosen = parse_algorithm(algorithm, caller());
     py::gil_scoped_release release;
     memory().all_reduce(chosen, from.dtype, reduce_op, from.data, to.data, from.count,
                         as_stream(stream), scales ? scales->data() : nullptr);
@@ -68,7 +68,7 @@ class PyPeerMemory {
                              const std::optional<py::object>& residual,
                              const std::optional<py::object>& counts, bool infinite,
                              bool stochastic, uint64_t seed) {
-    DeviceReader reader(stream);
+    DeviceReader reader(stream, caller());
     PeerCompressionCall call;
     call.codec = codec;
     call.factor = factor;
@@ -80,29 +80,30 @@ class PyPeerMemory {
     for (const py::object& tensor : tensors) {
       const TensorView view = reader.read(tensor);
       if (call.tensors.empty()) call.dtype = view.dtype;
-      PYCOMM_CHECK(view.dtype == call.dtype, kInvalidArgument, kDeviceCaller, ": tensors of ",
+      PYCOMM_CHECK(view.dtype == call.dtype, kInvalidArgument, caller(), ": tensors of ",
                    name_of(call.dtype), " and ", name_of(view.dtype), " together");
       call.tensors.push_back({view.data, view.count});
       total += view.count;
     }
     if (residual) {
       const TensorView view = reader.read(*residual);
-      PYCOMM_CHECK(view.dtype == DType::kFloat32 && view.count == total, kInvalidArgument,
-                   kDeviceCaller, ": the residual is ", total, " float32, not ", view.count, " ",
+      PYCOMM_CHECK(view.dtype == DType::kFloat32 && view.count == total, kInvalidArgument, caller(),
+                   ": the residual is ", total, " float32, not ", view.count, " ",
                    name_of(view.dtype));
       call.residual = static_cast<float*>(view.data);
     }
     if (counts) call.counts = read_counts(reader, *counts);
     check_device(reader);
-    const Algorithm chosen = parse_algorithm(algorithm, kDeviceCaller);
+    const Algorithm chosen = parse_algorithm(algorithm, caller());
     py::gil_scoped_release release;
     memory().compressed_all_reduce(chosen, call, as_stream(stream));
   }
 
  private:
+  Caller caller() const { return {memory().rank(), Operation::kAllReduce}; }
   void check_device(const DeviceReader& reader) const {
     PYCOMM_CHECK(reader.device() < 0 || reader.device() == memory().device(), kInvalidArgument,
-                 kDeviceCaller, ": a tensor on CUDA device ", reader.device(),
+                 caller(), ": a tensor on CUDA device ", reader.device(),
                  ", but the peer memory is on ", memory().device());
   }
 

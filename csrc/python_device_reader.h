@@ -11,18 +11,19 @@
 
 namespace pycomm {
 
+// Of a kernel that no group calls.
 inline const Caller kDeviceCaller{0, Operation::kAllReduce};
 
 // Reads the tensors of a call, which all are on one device.
 class DeviceReader {
  public:
-  explicit DeviceReader(uintptr_t stream)
-      : stream_([stream](int) { return reinterpret_cast<void*>(stream); }) {}
+  explicit DeviceReader(uintptr_t stream, const Caller& caller = kDeviceCaller)
+      : stream_([stream](int) { return reinterpret_cast<void*>(stream); }), caller_(caller) {}
 
   TensorView read(const pybind11::handle& tensor) {
-    const TensorView view = view_of(tensor, kDeviceCaller, Memory::kCuda, stream_);
+    const TensorView view = view_of(tensor, caller_, Memory::kCuda, stream_);
     if (device_ < 0) device_ = view.cuda_device;
-    PYCOMM_CHECK(view.cuda_device == device_, kInvalidArgument, kDeviceCaller,
+    PYCOMM_CHECK(view.cuda_device == device_, kInvalidArgument, caller_,
                  ": tensors on CUDA devices ", device_, " and ", view.cuda_device, " together");
     return view;
   }
@@ -30,6 +31,7 @@ class DeviceReader {
 
  private:
   const StreamOf stream_;
+  const Caller caller_;
   int device_ = -1;
 };
 

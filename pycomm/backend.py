@@ -130,8 +130,9 @@ def find_backend(group: dist.ProcessGroup, device: torch.device = CPU) -> Any | 
 
 def living_communicators(group: dist.ProcessGroup) -> list[Communicator]:
     """Those under a group that have been made, of CPU and of CUDA tensors."""
-    backends = [find_backend(group, device) for device in (CPU, torch.device("cuda"))]
-    addresses = [a for backend in backends if backend for a in backend._communicator_addresses()]
+    found = (find_backend(group, device) for device in (CPU, torch.device("cuda")))
+    backends = {id(backend): backend for backend in found if backend is not None}
+    addresses = [a for backend in backends.values() for a in backend._communicator_addresses()]
     return [core.communicator_from_address(address) for address in addresses]
 
 

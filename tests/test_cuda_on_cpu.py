@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(shutil.which(CXX) is None, reason=f"needs a C++ 
 
 def run(*command: str | Path, code: int = 0) -> str:
     done = subprocess.run(
-        [str(part) for part in command], cwd=ROOT, text=True, timeout=300, check=False,
+        [str(part) for part in command], cwd=ROOT, text=True, timeout=900, check=False,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     assert done.returncode == code, done.stdout[-8000:]

@@ -248,18 +248,23 @@ def test_a_refused_call_drops_its_group(tmp_path: Path) -> None:
 
     def worker(fake: Fake) -> Any:
         lost, t = own(fake), own(fake)
+        works: list[Any] = []
 
         def refused() -> None:
             with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True):
-                dist.broadcast(lost, 0)
+                works.append(dist.broadcast(lost, 0, async_op=True))
                 dist.broadcast(torch.zeros(4, 4).t(), 0)  # results of a group are contiguous
 
         error = attempt(refused)
         dist.broadcast(t, 1)  # all_reduce would be caught in torch's own list, which it leaves open
         fake.synchronize()
-        return error, lost, t
+        ends = [attempt(works[0].wait), attempt(works[0].get_future().wait)]
+        return error, lost, t, ends
 
-    for rank, (error, lost, t) in enumerate(on_gpus(2, worker, tmp_path)):
+    for rank, (error, lost, t, ends) in enumerate(on_gpus(2, worker, tmp_path)):
+        for end in ends:  # a work that was dropped is waited for by nobody for ever
+            assert isinstance(end, Refused)
+            assert f"rank {rank}: it was not sent" in end.message
         assert isinstance(error, Refused)
         assert "not contiguous" in error.message
         assert torch.equal(lost, owns(2)[rank])

@@ -31,17 +31,18 @@ const Target& C10dBackend::target_of(const at::Tensor& tensor) {
 
 const Target& C10dBackend::gpu_target() {
   if (target_.on_gpu()) return target_;
-  std::lock_guard<std::mutex> lock(gpu_mutex_);
-  if (!gpu_.communicator) {
-    PYCOMM_CHECK(make_gpu_, kInvalidArgument, "rank ", rank_,
-                 ": this group works on CPU tensors; for CUDA tensors use "
-                 "init_process_group('pycomm')");
-    try {
-      gpu_.communicator = make_gpu_();
-    } catch (const Error& error) {
-      throw Error(error.kind(), concat("rank ", rank_, ": ", error.what()), error.blame());
-    }
-    gpu_.communicator->set_timeout(options_->timeout);
+  std::lock_guard<std::mutex> making(making_gpu_);
+  if (gpu_.communicator) return gpu_;  // only written below
+  PYCOMM_CHECK(make_gpu_, kInvalidArgument, "rank ", rank_,
+               ": this group works on CPU tensors; for CUDA tensors use "
+               "init_process_group('pycomm')");
+  try {
+    const std::shared_ptr<Communicator> made = make_gpu_();
+    made->set_timeout(options_->timeout);
+    std::lock_guard<std::mutex> lock(gpu_mutex_);
+    gpu_.communicator = made;
+  } catch (const Error& error) {
+    throw Error(error.kind(), concat("rank ", rank_, ": ", error.what()), error.blame());
   }
   return gpu_;
 }
@@ -86,7 +87,15 @@ void C10dBackend::shutdown() {
   translated([&] {
     const auto all = communicators();
     for (const auto& communicator : all) communicator->set_farewell(reason);
-    std::for_each(all.rbegin(), all.rend(), [](const auto& one) { one->shutdown(); });
+    std::exception_ptr first;
+    for (auto one = all.rbegin(); one != all.rend(); ++one) {
+      try {
+        (*one)->shutdown();
+      } catch (...) {
+        if (!first) first = std::current_exception();
+      }
+    }
+    if (first) std::rethrow_exception(first);
   });
 }
 
@@ -188,29 +197,37 @@ bool C10dBackend::is_coalescer() const {
   return coalescing_ && coalescer_ == std::this_thread::get_id();
 }
 
-Call C10dBackend::in_group(Call call, const Target& target) {
+void C10dBackend::join_group(Call& call, const Target& target) {
   std::lock_guard<std::mutex> lock(coalescing_mutex_);
-  if (!target.on_gpu() || !is_coalescer()) return call;
+  if (!is_coalescer()) return;
   if (!group_) target.communicator->begin_group();
   group_ = &target;
   call.collect_in(&collected_);
-  return call;
 }
 
+// What was collected is not sent, and its works end with an error.
 void C10dBackend::drop_group() {
-  std::lock_guard<std::mutex> lock(coalescing_mutex_);
-  if (!is_coalescer()) return;
-  if (const Target* group = std::exchange(group_, nullptr)) group->communicator->drop_group();
-  collected_.clear();
-  coalesced_.clear();
-  coalescing_ = false;
+  Call::Collected dropped;
+  {
+    std::lock_guard<std::mutex> lock(coalescing_mutex_);
+    if (!is_coalescer()) return;
+    if (const Target* group = std::exchange(group_, nullptr)) group->communicator->drop_group();
+    dropped.swap(collected_);
+    coalesced_.clear();
+    coalescing_ = false;
+  }
+  const Error error(ErrorKind::kInvalidArgument,
+                    concat("rank ", rank_,
+                           ": it was not sent, since another call of its group of "
+                           "calls was refused, or the group was never ended"));
+  Call::fail_collected(dropped, std::make_exception_ptr(error));
 }
 
 void C10dBackend::end_group(const Target& target, const Call::Collected& works, bool async) {
   try {
     Call::end_collected(works, target.communicator->end_group(async));
   } catch (...) {
-    for (const auto& work : works) work->complete(for_torch(std::current_exception()));
+    Call::fail_collected(works, std::current_exception());
     throw;
   }
 }
@@ -504,10 +521,16 @@ WorkPtr C10dBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
 
 // ---- messages
 
+Call C10dBackend::next_message(Operation operation, OpType type, const Tensors& tensors) {
+  const Target& target = target_of(tensors);
+  Call call(target, operation, type);
+  if (target.on_gpu()) join_group(call, target);
+  return call;
+}
+
 WorkPtr C10dBackend::send(Tensors& tensors, int destination, int tag) {
   return run([&] {
-    Call call =
-        in_group(Call(target_of(tensors), Operation::kSend, OpType::SEND), target_of(tensors));
+    Call call = next_message(Operation::kSend, OpType::SEND, tensors);
     const at::Tensor& tensor = only(tensors, call);
     call.set_dtype(tensor);
     // Only read, but a message has one pointer for both directions.
@@ -517,7 +540,7 @@ WorkPtr C10dBackend::send(Tensors& tensors, int destination, int tag) {
 
 WorkPtr C10dBackend::receive(Tensors& tensors, int source, int tag, OpType type) {
   return run([&] {
-    Call call = in_group(Call(target_of(tensors), Operation::kRecv, type), target_of(tensors));
+    Call call = next_message(Operation::kRecv, type, tensors);
     const at::Tensor& tensor = only(tensors, call);
     call.set_dtype(tensor);
     return note(call.post(source, tag, call.output(tensor, tensor.numel())));

@@ -140,10 +140,15 @@ class C10dBackend : public c10d::Backend {
   // The next call of a collective; `where` are its tensors, or one of them.
   template <class Where>
   Call next(Operation operation, c10d::OpType type, const Where& where) {
-    return in_group(Call(target_of(where), operation, type, ++sequence_), target_of(where));
+    const Target& target = target_of(where);
+    Call call(target, operation, type, ++sequence_);
+    if (target.on_gpu()) join_group(call, target);
+    return call;
   }
   // A call of a group's GPU is collected while calls are coalesced.
-  Call in_group(Call call, const Target& target);
+  void join_group(Call& call, const Target& target);
+  // A message's.
+  Call next_message(Operation operation, c10d::OpType type, const Tensors& tensors);
   bool is_coalescer() const;
   void drop_group();
   void end_group(const Target& target, const Call::Collected& works, bool async);
@@ -163,7 +168,8 @@ class C10dBackend : public c10d::Backend {
 
   Target target_, gpu_;
   const MakeGpu make_gpu_;
-  mutable std::mutex gpu_mutex_;
+  std::mutex making_gpu_;         // held while Python makes it; whoever has the GIL must not wait
+  mutable std::mutex gpu_mutex_;  // of the pointer
   const Split split_;
   const Farewell farewell_;
   c10::intrusive_ptr<Options> options_;

@@ -59,6 +59,11 @@ DType to_dtype(at::ScalarType type, Name&& call) {
   }
 }
 
+void complete_with(const c10::intrusive_ptr<C10dWork>& work,
+                   const std::shared_ptr<Pending>& pending) {
+  pending->on_done([work](std::exception_ptr exception) { work->complete(for_torch(exception)); });
+}
+
 template <class Name>
 ReduceOp to_op(const c10d::ReduceOp& op, Name&& call) {
   switch (op) {
@@ -346,7 +351,6 @@ c10::intrusive_ptr<C10dWork> Call::start(std::vector<at::Tensor> outputs, Start&
     throw;
   }
   if (collected_) {
-    work->hold(std::move(kept_));
     collected_->push_back(work);
     return work;
   }
@@ -357,9 +361,7 @@ c10::intrusive_ptr<C10dWork> Call::start(std::vector<at::Tensor> outputs, Start&
   work->set_pending(
       pending, request_.operation == Operation::kSend || request_.operation == Operation::kRecv);
   if (target_.on_gpu()) {
-    work->hold(std::move(kept_));
-    pending->on_done(
-        [work](std::exception_ptr exception) { work->complete(for_torch(exception)); });
+    complete_with(work, pending);
     return work;
   }
   pending->on_done(
@@ -377,9 +379,19 @@ void Call::end_collected(const Collected& works, const std::shared_ptr<Pending>&
       continue;
     }
     work->set_pending(pending, false);
-    pending->on_done(
-        [work](std::exception_ptr exception) { work->complete(for_torch(exception)); });
+    complete_with(work, pending);
   }
+}
+
+void Call::fail_collected(const Collected& works, std::exception_ptr failure) {
+  for (const auto& work : works) work->complete(for_torch(failure));
+}
+
+// On a GPU the communicator keeps the tensors, also of what failed until nothing can use them.
+// Those of a call on the caller's stream torch's allocator keeps, which goes by streams.
+std::shared_ptr<void> Call::keep_alive(bool async) {
+  if (!target_.on_gpu() || !(async || collected_)) return nullptr;
+  return std::make_shared<std::vector<at::Tensor>>(std::move(kept_));
 }
 
 // On a GPU, results that are copied back are copied on the caller's stream, so the operation runs
@@ -391,7 +403,7 @@ c10::intrusive_ptr<C10dWork> Call::submit(bool async, std::vector<at::Tensor> ou
       request_.stream = current_stream(device_);
       async = async && copies_.empty();
     }
-    return target_.communicator->submit(std::move(request_), async, nullptr);
+    return target_.communicator->submit(std::move(request_), async, keep_alive(async));
   });
 }
 
@@ -407,7 +419,7 @@ c10::intrusive_ptr<C10dWork> Call::post(int peer, int tag, void* data) {
     message.timeout = timeout_;
     message.shape = request_.shape;
     if (target_.on_gpu()) message.stream = current_stream(device_);
-    return target_.communicator->post(message, nullptr);
+    return target_.communicator->post(message, keep_alive(true));
   });
 }
 

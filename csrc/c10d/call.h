@@ -55,6 +55,7 @@ class Call {
   void collect_in(Collected* works) { collected_ = works; }
   bool is_collected() const { return collected_ != nullptr; }
   static void end_collected(const Collected& works, const std::shared_ptr<Pending>& pending);
+  static void fail_collected(const Collected& works, std::exception_ptr failure);
 
   // In profiles, calls that torch sees as one are one event: this call's, with the tensors of both.
   void take_event_of(Call& earlier);
@@ -81,6 +82,7 @@ class Call {
   const std::vector<at::Tensor>& profiled() const { return sources_.empty() ? kept_ : sources_; }
   at::Tensor plain(const at::Tensor& tensor, int64_t count, bool written);
   std::vector<int64_t> lengths(const at::Tensor& tensor, const std::vector<int64_t>& splits) const;
+  std::shared_ptr<void> keep_alive(bool async);
   c10::intrusive_ptr<C10dWork> make_work(std::vector<at::Tensor> outputs);
   template <class Start>
   c10::intrusive_ptr<C10dWork> start(std::vector<at::Tensor> outputs, Start&& start);

@@ -14,10 +14,7 @@ namespace pycomm {
 
 class StoreBoard : public Board {
  public:
-  // With a connection of its own, where the Store has connections: one that somebody else waits on
-  // would not answer.
-  explicit StoreBoard(const c10::intrusive_ptr<c10d::Store>& store)
-      : store_(told([&] { return store->clone(); })) {}
+  explicit StoreBoard(const c10::intrusive_ptr<c10d::Store>& store) : store_(own(store)) {}
 
   void set(const std::string& key, const std::string& value) override {
     told([&] { store_->set(kPrefix + key, bytes(value)); });
@@ -35,6 +32,15 @@ class StoreBoard : public Board {
  private:
   inline static const std::string kPrefix = "pycomm/nccl/";
 
+  // A connection of its own, where the Store has connections: one that somebody else waits on would
+  // not answer. A Store written in Python may not know how to be cloned.
+  static c10::intrusive_ptr<c10d::Store> own(const c10::intrusive_ptr<c10d::Store>& store) {
+    try {
+      return store->clone();
+    } catch (const std::exception&) {
+      return store;
+    }
+  }
   static std::vector<uint8_t> bytes(const std::string& text) { return {text.begin(), text.end()}; }
   static std::string text(const std::vector<uint8_t>& bytes) {
     return {bytes.begin(), bytes.end()};

@@ -92,7 +92,6 @@ void C10dWork::complete(std::exception_ptr exception) {
     failure_ = exception;
     future = future_;
   }
-  drop_held();
   if (observers_ && observers_->any()) tell_observers();
   finish(exception);
   if (future && !future->completed()) mark(*future);
@@ -161,30 +160,19 @@ bool C10dWork::wait_a_while(std::chrono::milliseconds at_most) {
   return completed_ || cv_.wait_for(lock, at_most, [this] { return completed_; });
 }
 
-// Outside the lock: what goes may run code of anybody's.
-void C10dWork::drop_held() {
-  std::vector<at::Tensor> dropped;
-  std::lock_guard<std::mutex> lock(mutex_);
-  dropped.swap(held_);
-}
-
 // Like torch's NCCL: with a limit the host waits, too.
 bool C10dWork::wait(std::chrono::milliseconds timeout) {
   check_process();
   if (!on_gpu_) return wait_on_host(timeout);
   if (Work::isCompleted() && exception()) std::rethrow_exception(exception());
-  const bool is_collected = !pending_ && !Work::isCompleted();
   if (pending_) pending_->order(current_stream(device_));
-  if (timeout > kNoTimeout) {
-    translated([&] {
-      PYCOMM_CHECK(!is_collected, kInvalidArgument, "rank ", rank_, ": wait(timeout) for ",
-                   c10d::opTypeToString(opType_), " within the group of calls that it starts with");
-    });
-    return wait_on_host(timeout);
-  }
-  // Within its group a synchronous call waits for nothing, as in torch.
-  if (!is_collected) drop_held();
-  return true;
+  if (timeout <= kNoTimeout) return true;  // also within its group of calls, as in torch
+  translated([&] {
+    PYCOMM_CHECK(pending_ || Work::isCompleted(), kInvalidArgument, "rank ", rank_,
+                 ": wait(timeout) for ", c10d::opTypeToString(opType_),
+                 " within the group of calls that it starts with");
+  });
+  return wait_on_host(timeout);
 }
 
 bool C10dWork::wait_on_host(std::chrono::milliseconds timeout) {

@@ -88,8 +88,6 @@ class C10dWork : public c10d::Work {
     device_ = device;
     on_gpu_ = true;
   }
-  // Keeps tensors until the operation is done, or the caller's stream is behind it.
-  void hold(std::vector<at::Tensor> tensors) { held_ = std::move(tensors); }
   void set_extensions(Observers::Extensions extensions) { extensions_ = std::move(extensions); }
   // Called once: by the submitter, or by the thread that finishes the operation.
   void complete(std::exception_ptr exception);
@@ -99,7 +97,6 @@ class C10dWork : public c10d::Work {
   void check_process() const;
   bool wait_a_while(std::chrono::milliseconds at_most);
   bool wait_on_host(std::chrono::milliseconds timeout);
-  void drop_held();
   c10::intrusive_ptr<c10::ivalue::Future> make_future() const;
   // Null if nobody has asked for it.
   c10::intrusive_ptr<c10::ivalue::Future> future_so_far();
@@ -114,7 +111,6 @@ class C10dWork : public c10d::Work {
   bool is_message_ = false;
   bool on_gpu_ = false;
   c10::Device device_ = at::kCPU;
-  std::vector<at::Tensor> held_;
   Clock::time_point started_, finished_;            // if somebody observes
   c10::intrusive_ptr<c10::ivalue::Future> future_;  // made when asked for
   bool settled_ = false;  // complete() has taken over: a future asked for later is marked at once

@@ -183,18 +183,28 @@ void PeerMemory::check_connected() const {
   check();
 }
 
-void PeerMemory::all_reduce(Algorithm algorithm, DType dtype, ReduceOp op, const void* input,
-                            void* output, int64_t count, void* stream, const double* scales) {
+// A launch, whose errors name the rank.
+template <class Launch>
+void PeerMemory::launch(Launch&& start) {
   check_connected();
   const UseDevice use(device_);
-  launch_peer_all_reduce(group_, algorithm, dtype, op, input, output, count, stream, scales);
+  try {
+    start();
+  } catch (const Error& error) {
+    throw Error(error.kind(), concat("rank ", rank(), ": ", error.what()), error.blame());
+  }
+}
+
+void PeerMemory::all_reduce(Algorithm algorithm, DType dtype, ReduceOp op, const void* input,
+                            void* output, int64_t count, void* stream, const double* scales) {
+  launch([&] {
+    launch_peer_all_reduce(group_, algorithm, dtype, op, input, output, count, stream, scales);
+  });
 }
 
 void PeerMemory::compressed_all_reduce(Algorithm algorithm, const PeerCompressionCall& call,
                                        void* stream) {
-  check_connected();
-  const UseDevice use(device_);
-  launch_peer_compressed(group_, algorithm, call, stream);
+  launch([&] { launch_peer_compressed(group_, algorithm, call, stream); });
 }
 
 void PeerMemory::check() const {

@@ -52,6 +52,8 @@ class PeerMemory {
   void* open(const PeerHandle& theirs);
   void check_residents(const std::vector<PeerHandle>& handles) const;
   void check_connected() const;
+  template <class Launch>
+  void launch(Launch&& start);
 
   const int device_;
   const std::chrono::milliseconds timeout_;

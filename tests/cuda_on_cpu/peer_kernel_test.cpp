@@ -19,6 +19,7 @@
 #include "../../csrc/algorithms/two_shot.h"
 #include "../../csrc/error.h"
 #include "../../csrc/p2p/all_reduce_kernel.cuh"
+#include "random_element.h"
 
 namespace {
 
@@ -36,24 +37,6 @@ constexpr PeerLayout kLayout{2, 4, 1152};
 constexpr unsigned kThreads = 32;
 
 std::mt19937_64 generator(20261203);
-
-template <class T>
-T random_element() {
-  const uint64_t word = generator();
-  if constexpr (kIs16BitFloat<T>) {
-    const float tame = static_cast<float>(static_cast<int>(word >> 32) % 1000) / 64;
-    if (word % 4 == 0) return T{static_cast<uint16_t>(word >> 16)};
-    return from_accumulator<T>(tame);
-  } else if constexpr (kIsFloat8<T> || std::is_same_v<T, Bool>) {
-    return T{static_cast<uint8_t>(word % 4 == 0 ? 0 : word >> 16)};
-  } else if constexpr (std::is_floating_point_v<T>) {
-    T value = static_cast<T>(static_cast<int64_t>(word)) / static_cast<T>(1 << 30);
-    if (word % 4 == 0) std::memcpy(&value, &word, sizeof value);
-    return value;
-  } else {
-    return static_cast<T>(word);
-  }
-}
 
 struct Case {
   Algorithm algorithm = Algorithm::kTwoShot;
@@ -129,7 +112,7 @@ std::vector<Array<T>> random_inputs(int world_size, int64_t count) {
   std::vector<Array<T>> inputs;
   for (int rank = 0; rank < world_size; ++rank) {
     inputs.emplace_back(count);
-    for (int64_t at = 0; at < count; ++at) inputs.back()[at] = random_element<T>();
+    for (int64_t at = 0; at < count; ++at) inputs.back()[at] = random_element<T>(generator);
   }
   return inputs;
 }
