@@ -123,6 +123,32 @@ def one_shot(ranks: list[Rank], codec: Any, options: Options) -> torch.Tensor:
     return result
 
 
+def ring(ranks: list[Rank], codec: Any, options: Options) -> torch.Tensor:
+    """All ranks' result; their residuals are brought forward."""
+    count = ranks[0].values.numel()
+    result = torch.zeros_like(ranks[0].values)
+    wires: list[Any] = []
+    for number, rank in enumerate(ranks):
+        is_last = number == len(ranks) - 1
+        wire = rank.encode(
+            codec, 0, count, options, wires, own=len(wires),
+            divisor=options.divisor if is_last else 1.0, outputs=[result] if is_last else None,
+        )  # fmt: skip
+        wires = [wire]
+    return result
+
+
+def reference(
+    algorithm: str, ranks: list[Rank], codec: Any, granule: int, options: Options
+) -> torch.Tensor:
+    """What all ranks are to have."""
+    if algorithm == "one_shot":
+        return one_shot(ranks, codec, options)
+    if algorithm == "ring":
+        return ring(ranks, codec, options)
+    return two_shot(ranks, codec, granule, options)
+
+
 # ---- the sweep -----------------------------------------------------------------------------------
 
 
@@ -161,13 +187,26 @@ def reduce_twice(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot", "ring"])
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_bits_are_those_of_the_reference(
     n: int, algorithm: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     """Sizes below a granule, beside it, of several chunks; results are alike on all ranks."""
-    for count in (0, 1, 63, 64, 65, 1000, 9001):
+    check_bits(n, algorithm, dtype, (0, 1, 63, 64, 65, 1000, 9001), tmp_path)
+
+
+@pytest.mark.parametrize("algorithm", ["two_shot", "ring"])
+def test_more_ranks_than_chunks_and_fewer(algorithm: str, tmp_path: Path) -> None:
+    """Of five ranks some have no shard of a small tensor, and a ring is never full."""
+    check_bits(5, algorithm, torch.float32, (65, 9001), tmp_path)
+
+
+def check_bits(
+    n: int, algorithm: str, dtype: torch.dtype, counts: Sequence[int], tmp_path: Path
+) -> None:
+    """Each rank's results and residuals against the reference's."""
+    for count in counts:
         folder = tmp_path / str(count)
         folder.mkdir()
         everybody = on_gpus(n, reduce_twice, folder, count, algorithm, dtype)
@@ -180,11 +219,7 @@ def test_bits_are_those_of_the_reference(
                 options = options_of(step, index)
                 for number, rank in enumerate(ranks):
                     rank.values = (inputs_of(number, count) + step).to(dtype)
-                right = (
-                    one_shot(ranks, codec, options)
-                    if algorithm == "one_shot"
-                    else two_shot(ranks, codec, block or 64, options)
-                )
+                right = reference(algorithm, ranks, codec, block or 64, options)
                 for number, found in enumerate(everybody):
                     steps, _ = found[name]
                     values, residual = steps[step]
@@ -270,11 +305,10 @@ def test_levels_of_checks(check: str, tmp_path: Path) -> None:
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
-    """The ring, a group of calls, a build without CUDA; then the communicator goes on."""
+    """A group of calls, a build without CUDA; then the communicator goes on."""
 
     def worker(fake: Fake, comm: Any) -> Any:
         codec, t = core.Codec("fp16"), torch.ones(10)
-        ring = attempt(lambda: comm.compressed_all_reduce([t], codec, algorithm="ring"))
         comm.begin_group()
         grouped = attempt(lambda: comm.compressed_all_reduce([t], codec))
         comm.end_group()
@@ -284,12 +318,11 @@ def test_what_is_refused(tmp_path: Path) -> None:
         )
         comm.compressed_all_reduce([t], codec)
         fake.synchronize()
-        return ring, grouped, without, t
+        return grouped, without, t
 
-    for ring, grouped, without, t in on_gpus(1, worker, tmp_path):
-        for refused, words in ((ring, "one_shot and two_shot"), (grouped, "one of a group")):
-            assert isinstance(refused, Refused)
-            assert words in refused.message
+    for grouped, without, t in on_gpus(1, worker, tmp_path):
+        assert isinstance(grouped, Refused)
+        assert "one of a group" in grouped.message
         if core.cuda is None:
             assert isinstance(without, Refused)
             assert "built without CUDA" in without.message

@@ -5,6 +5,8 @@
 #include <thread>
 #include <utility>
 
+#include "left_alone.h"
+
 namespace pycomm::nccl {
 namespace {
 
@@ -99,7 +101,7 @@ bool CommHandle::make(const std::string& what, const Make& call, const Watch& wa
     settle(Result::kInProgress, what, watch);
   } catch (...) {
     comm_.store(place->load());
-    if (!comm_.load()) new std::shared_ptr<std::atomic<Comm>>(place);  // NCCL may still write it
+    if (!comm_.load()) leave_alone(place);  // NCCL may still write it
     abort();
     throw;
   }

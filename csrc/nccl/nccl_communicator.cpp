@@ -63,7 +63,7 @@ NcclCommunicator::~NcclCommunicator() {
 // What the base class cannot know.
 void NcclCommunicator::check_gpu(const Request& request) const {
   const std::string what = concat("rank ", rank(), ": ", describe(request));
-  if (request.compression) return check_gpu_compression(request, what);
+  if (request.compression) return check_gpu_compression(what);
   PYCOMM_CHECK(request.algorithm == Algorithm::kAuto, kInvalidArgument, what,
                ": NCCL chooses its algorithm itself (NCCL_ALGO)");
   PYCOMM_CHECK(request.operation != Operation::kMonitoredBarrier &&
@@ -72,13 +72,10 @@ void NcclCommunicator::check_gpu(const Request& request) const {
   if (request.reduces()) to_reduce(request.dtype, request.op, *api_, what);
 }
 
-void NcclCommunicator::check_gpu_compression(const Request& request,
-                                             const std::string& what) const {
+void NcclCommunicator::check_gpu_compression(const std::string& what) const {
   PYCOMM_CHECK(codec_, kInvalidArgument, what,
                ": this pycomm was built without CUDA, so there is no kernel that encodes; build it "
                "where nvcc is (PYCOMM_CUDA=1), or leave the compression out");
-  PYCOMM_CHECK(request.algorithm != Algorithm::kRing, kInvalidArgument, what,
-               ": over NCCL the algorithms are one_shot and two_shot");
   PYCOMM_CHECK(open_groups<Batch>().count(this) == 0, kInvalidArgument, what,
                ": is several calls of NCCL, so it cannot be one of a group");
 }

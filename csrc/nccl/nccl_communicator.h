@@ -141,7 +141,7 @@ class NcclCommunicator : public Communicator {
 
   // nccl_communicator.cpp: a call's way to NCCL
   void check_gpu(const Request& request) const;
-  void check_gpu_compression(const Request& request, const std::string& what) const;
+  void check_gpu_compression(const std::string& what) const;
   int device_of(const std::vector<const void*>& pointers, const std::string& what) const;
   int default_device() const;
   std::shared_ptr<Pending> add_or_launch(Call call, int device, Stream stream, bool async);
@@ -171,6 +171,10 @@ class NcclCommunicator : public Communicator {
                         const std::string& what, const Watch& watch);
   void compressed_one_shot(const Compressed& job, bool capturing);
   void compressed_two_shot(const Compressed& job, bool capturing);
+  void compressed_ring(const Compressed& job, bool capturing);
+  void send(const Compressed& job, const void* data, int64_t bytes, int peer);
+  void recv(const Compressed& job, void* data, int64_t bytes, int peer);
+  std::shared_ptr<void> mark(const Compressed& job, Stream stream);
   void order(const Compressed& job, Stream earlier, Stream later);
   char* wire_memory(Lane& lane, int64_t bytes, bool capturing);
 

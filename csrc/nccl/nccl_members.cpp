@@ -5,6 +5,7 @@
 
 #include "../hex.h"
 #include "../interrupt.h"
+#include "left_alone.h"
 #include "nccl_communicator.h"
 #include "watchdog.h"
 
@@ -329,15 +330,15 @@ void NcclCommunicator::end_lanes() {
     over = lane.comm->await_end(settings_.abort_limit) && over;
   }
   for (auto& [device, lane] : lanes_) {
-    // Memory that a kernel may still use, since NCCL did not come to its end, is left alone.
-    if (lane.comm->state() == CommHandle::State::kEnded) free_lane(lane);
+    if (lane.comm->state() == CommHandle::State::kEnded)
+      free_lane(lane);
+    else
+      leave_alone(std::make_shared<Lane>(lane));
   }
   std::lock_guard<std::mutex> lock(mutex_);
   lanes_.clear();
-  if (over)
-    works_.clear();
-  else
-    new std::vector<std::shared_ptr<NcclWork>>(std::move(works_));
+  if (!over) leave_alone(std::make_shared<decltype(works_)>(std::move(works_)));
+  works_.clear();
 }
 
 void NcclCommunicator::free_lane(Lane& lane) {

@@ -1,5 +1,8 @@
 // NcclCommunicator under a sanitizer: ranks are processes, forked before anything else, over the
-// fake NCCL. What is looked for are races between callers, the watchdog and the ends of operations.
+// fake NCCL. What is looked for are races between callers, the watchdog and the ends of operations,
+// and memory that is used when it is no longer there.
+//
+// The scenarios named planted_... do what must be found; they run only if they are asked for.
 //
 //   nccl_ranks FAKE_LIBRARY [scenario ...]
 #include <dlfcn.h>
@@ -21,6 +24,7 @@
 #include <thread>
 #include <vector>
 
+#include "../../csrc/algorithms/choose.h"
 #include "../../csrc/nccl/nccl_communicator.h"
 
 namespace pycomm::nccl {
@@ -108,6 +112,13 @@ struct Fake {
     CHECK(library);
     stream = reinterpret_cast<void* (*)()>(dlsym(library, "fake_stream"))();
   }
+  // Holds the stream until the word is not zero.
+  void block(const int& word) const {
+    reinterpret_cast<void (*)(void*, const int*)>(dlsym(library, "fake_block"))(stream, &word);
+  }
+  void fault(const char* what) const {
+    reinterpret_cast<void (*)(const char*, int, int)>(dlsym(library, "fake_fault"))(what, 0, 0);
+  }
   void synchronize() const {
     reinterpret_cast<void (*)(void*)>(dlsym(library, "fake_synchronize"))(stream);
   }
@@ -126,6 +137,7 @@ struct Rank {
     settings.heartbeat = milliseconds(50);
     settings.codec_on_host = true;
     settings.wire_chunk_bytes = 4096;
+    settings.abort_limit = milliseconds(1000);
     return std::make_shared<NcclCommunicator>(fake.apis, board, rank, world_size, timeout,
                                               settings);
   }
@@ -174,13 +186,14 @@ void under_way(const Rank& self) {
 }
 
 // Encoded values on two streams, other operations between them.
-void compressed(const Rank& self) {
+void compress(const Rank& self, Algorithm algorithm, bool in_order = true) {
   const auto communicator = self.communicator();
   for (const int count : {1, 100, 3000, 20000}) {
     std::vector<float> values(static_cast<size_t>(count), static_cast<float>(self.rank + 1));
     std::vector<float> plain(10, 1.0f);
     Request request = self.all_reduce(values);
     request.input = request.output = nullptr;
+    request.algorithm = algorithm;
     auto compression = std::make_shared<Compression>();
     compression->codec = {WireFormat::kFloat16, 64};
     compression->tensors.push_back({values.data(), count});
@@ -188,11 +201,58 @@ void compressed(const Rank& self) {
     const auto work = communicator->submit(request, true, nullptr);
     const auto other = communicator->submit(self.all_reduce(plain), true, nullptr);
     for (const auto& one : {work, other}) one->wait(milliseconds(0));
+    if (!in_order) continue;
     const int ranks = self.world_size;
     for (const float value : values) CHECK(value == static_cast<float>(ranks * (ranks + 1) / 2));
     for (const float value : plain) CHECK(value == static_cast<float>(ranks));
   }
   communicator->shutdown();
+}
+void one_shot(const Rank& self) { compress(self, Algorithm::kOneShot); }
+void two_shot(const Rank& self) { compress(self, Algorithm::kTwoShot); }
+void ring(const Rank& self) { compress(self, Algorithm::kRing); }
+
+// What is asked for is taken; else larger tensors never go back to one_shot, and none by the ring.
+void choice(const Rank& self) {
+  for (const Algorithm asked : {Algorithm::kOneShot, Algorithm::kTwoShot, Algorithm::kRing})
+    CHECK(choose_nccl_compressed(asked, self.world_size, 1000) == asked);
+  for (const int ranks : {2, 3, 8, 9, 64, 65, 10000}) {
+    bool ended = false;
+    for (int64_t bytes = 1; bytes < int64_t{1} << 40; bytes *= 2) {
+      const Algorithm chosen = choose_nccl_compressed(Algorithm::kAuto, ranks, bytes);
+      CHECK(chosen == Algorithm::kTwoShot || (chosen == Algorithm::kOneShot && !ended));
+      ended = chosen == Algorithm::kTwoShot;
+      CHECK(!ended || bytes > 1024);
+    }
+    CHECK(ended);
+  }
+}
+
+// The caller drops what an operation works on while that waits for its turn.
+void drop_while_under_way(const Rank& self, bool kept) {
+  const auto communicator = self.communicator();
+  int may_run = 0;
+  self.fake.block(may_run);
+  auto values = std::make_shared<std::vector<float>>(100, 1.0f);
+  const auto work = communicator->submit(self.all_reduce(*values), true, kept ? values : nullptr);
+  const std::weak_ptr<std::vector<float>> watched = values;
+  values.reset();
+  CHECK(watched.expired() != kept);
+  __atomic_store_n(&may_run, 1, __ATOMIC_RELEASE);
+  CHECK(work->wait(milliseconds(0)) && !work->exception());
+  self.fake.synchronize();
+  while (!watched.expired()) std::this_thread::yield();  // the watchdog may be dropping it
+  communicator->shutdown();
+}
+void dropped(const Rank& self) { drop_while_under_way(self, true); }
+void planted_early_end(const Rank& self) { drop_while_under_way(self, false); }
+
+// Streams that do not wait for each other: kernels and transfers use the same memory at once.
+void planted_disorder(const Rank& self) {
+  const auto cuda = std::make_shared<CudaApi>(*self.fake.apis.second);
+  cuda->stream_wait_event = [](Stream, Event, unsigned) { return kCudaSuccess; };
+  self.fake.apis.second = cuda;
+  compress(self, Algorithm::kTwoShot, false);
 }
 
 // One rank ends it from another thread while all wait. What a failed operation works on stays.
@@ -238,6 +298,21 @@ void late(const Rank& self) {
   while (!self.board->get("over")) std::this_thread::sleep_for(milliseconds(5));
 }
 
+// An operation that does not end, and NCCL that does not, either: what they may still use stays.
+void stuck(const Rank& self) {
+  auto communicator = self.communicator();
+  communicator->connect(0);
+  self.fake.fault("kernel_hang");
+  self.fake.fault("abort_hang");
+  auto values = std::make_shared<std::vector<float>>(100, 1.0f);
+  const auto work = communicator->submit(self.all_reduce(*values), true, values);
+  const std::weak_ptr<std::vector<float>> watched = values;
+  values.reset();
+  communicator.reset();
+  CHECK(work->wait(milliseconds(0)) && work->exception());
+  CHECK(!watched.expired());
+}
+
 // Groups of calls in several communicators, one of which is split off; threads come and go.
 void groups(const Rank& self) {
   const auto communicator = self.communicator();
@@ -260,9 +335,16 @@ void groups(const Rank& self) {
 
 const std::map<std::string, std::function<void(const Rank&)>> kScenarios = {
     {"under_way", under_way},
-    {"compressed", compressed},
+    {"choice", choice},
+    {"one_shot", one_shot},
+    {"two_shot", two_shot},
+    {"ring", ring},
+    {"dropped", dropped},
+    {"planted_early_end", planted_early_end},
+    {"planted_disorder", planted_disorder},
     {"aborted", aborted},
     {"late", late},
+    {"stuck", stuck},
     {"groups", groups}};
 
 // True if all ranks end well.
@@ -302,7 +384,8 @@ int main_of(int count, char** words) {
   }
   std::vector<std::string> names(words + 2, words + count);
   if (names.empty())
-    for (const auto& [name, scenario] : kScenarios) names.push_back(name);
+    for (const auto& [name, scenario] : kScenarios)
+      if (name.rfind("planted_", 0) != 0) names.push_back(name);
   bool good = true;
   for (const std::string& name : names)
     for (const int world_size : {2, 3}) good &= run(name, words[1], world_size);

@@ -20,9 +20,13 @@ mkdir -p "$build"
 cd "$root"
 
 export CXX=${CXX:-g++} build
+# Only what is older than one of the files that it was made of; its list is beside it.
 compile() {
   local object=$build/${1//\//_}.o
-  "$CXX" "${@:2}" -c "$1" -o "$object"
+  local list=${object%.o}.d
+  if [[ -e $object && -e $list ]] &&
+    [[ -z $(find "$root/tests/cpp/run.sh" $(sed 's/^[^:]*://; s/\\$//' "$list") -newer "$object" 2>&1) ]]; then return; fi
+  "$CXX" "${@:2}" -MMD -c "$1" -o "$object"
 }
 export -f compile
 # -fwrapv: sums of integers wrap, as torch's do.
@@ -55,4 +59,20 @@ export TSAN_OPTIONS=${TSAN_OPTIONS:-exitcode=66:suppressions=$root/tests/cpp/thr
 export ASAN_OPTIONS=${ASAN_OPTIONS:-detect_leaks=1}
 export UBSAN_OPTIONS=${UBSAN_OPTIONS:-print_stacktrace=1}
 "${launch[@]}" "$build/ranks_as_threads" "$@"
-if [[ $# == 0 ]]; then "${launch[@]}" "$build/nccl_ranks" "$build/libfake_nccl.so"; fi
+if [[ $# == 0 ]]; then
+  nccl=("${launch[@]}" "$build/nccl_ranks" "$build/libfake_nccl.so")
+  "${nccl[@]}"
+  # The checks can fail: what is planted is found, and by name.
+  must_find() {
+    if "${nccl[@]}" "$1" >"$build/$1.log" 2>&1 || ! grep -q "$2" "$build/$1.log"; then
+      cat "$build/$1.log"
+      echo "$1: ended without a report of '$2'" >&2
+      exit 1
+    fi
+    echo "$1: $2, found"
+  }
+  case $kind in
+    thread) must_find planted_disorder "data race" ;;
+    address) must_find planted_early_end "heap-use-after-free" ;;
+  esac
+fi
