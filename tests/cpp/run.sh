@@ -19,13 +19,15 @@ build=${PYCOMM_BUILD:-$root/build/sanitize}/$kind
 mkdir -p "$build"
 cd "$root"
 
-export CXX=${CXX:-g++} build
+export CXX=${CXX:-g++} build root
 # Only what is older than one of the files that it was made of; its list is beside it.
 compile() {
   local object=$build/${1//\//_}.o
   local list=${object%.o}.d
   if [[ -e $object && -e $list ]] &&
-    [[ -z $(find "$root/tests/cpp/run.sh" $(sed 's/^[^:]*://; s/\\$//' "$list") -newer "$object" 2>&1) ]]; then return; fi
+    [[ -z $(find "$root/tests/cpp/run.sh" $(sed 's/^[^:]*://; s/\\$//' "$list") -newer "$object" 2>&1) ]]; then
+    return
+  fi
   "$CXX" "${@:2}" -MMD -c "$1" -o "$object"
 }
 export -f compile
