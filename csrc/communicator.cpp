@@ -34,7 +34,7 @@ std::string to_text(const Codec& codec) {
 constexpr size_t kMostDTypeLetters = 100;
 
 std::string dtypes_of(const Request& request) {
-  if (!request.compression) return name_of(request.dtype);
+  if (!request.compression || !request.compression->is_mixed()) return name_of(request.dtype);
   const std::string all = request.compression->dtypes();
   return all.size() > kMostDTypeLetters ? all.substr(0, kMostDTypeLetters) + " ..." : all;
 }

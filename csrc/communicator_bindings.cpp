@@ -191,6 +191,17 @@ Result all_reduce(Communicator& self, py::object tensor, const std::string& op, 
   return call.submit(timeout, async, std::move(tensor));
 }
 
+// On a GPU counts lie in its memory, as six int64; see codec_counts.
+CodecCounts* counts_at(Communicator& self, const py::object& counts) {
+  if (!self.works_on_gpu()) return counts.cast<CodecCounts*>();
+  const Caller caller{self.rank(), Operation::kAllReduce};
+  const TensorView view = view_for(self, counts, caller);
+  PYCOMM_CHECK(view.dtype == DType::kInt64 && view.bytes() == sizeof(CodecCounts), kInvalidArgument,
+               caller, ": counts on a GPU are ", sizeof(CodecCounts) / sizeof(int64_t),
+               " int64, not ", view.count, " ", name_of(view.dtype));
+  return static_cast<CodecCounts*>(view.data);
+}
+
 // `residual` and `counts` are used until the operation is done.
 Result compressed_all_reduce(Communicator& self, py::list tensors, const Codec& codec, float factor,
                              float divisor, py::object residual, bool infinite, bool stochastic,
@@ -213,13 +224,13 @@ Result compressed_all_reduce(Communicator& self, py::list tensors, const Codec& 
   call.request().count = compression->count();
   if (!residual.is_none()) {
     const Caller caller{self.rank(), Operation::kAllReduce};
-    const TensorView view = view_of(residual, caller);
+    const TensorView view = view_for(self, residual, caller);
     PYCOMM_CHECK(view.dtype == DType::kFloat32 && view.count == call.request().count,
                  kInvalidArgument, caller, ": the residual must be ", call.request().count,
                  " float32, not ", view.count, " ", name_of(view.dtype));
     compression->residual = static_cast<float*>(view.data);
   }
-  if (!counts.is_none()) compression->counts = counts.cast<CodecCounts*>();
+  if (!counts.is_none()) compression->counts = counts_at(self, counts);
   call.request().compression = std::move(compression);
   return call.submit(timeout, async, py::make_tuple(tensors, residual, counts));
 }

@@ -152,7 +152,8 @@ NcclSettings make_settings(bool blocking, OptionalInt cga_cluster_size, Optional
                            OptionalInt max_ctas, OptionalText net_name, OptionalInt traffic_class,
                            OptionalText comm_name, OptionalInt cta_policy, OptionalInt nvls_ctas,
                            OptionalInt collnet_enable, bool split_share, bool shrink_share,
-                           int device, bool high_priority, const std::string& check, int records,
+                           int device, bool codec_on_host, int64_t wire_chunk_bytes,
+                           bool high_priority, const std::string& check, int records,
                            milliseconds heartbeat, milliseconds abort_limit) {
   NcclSettings settings;
   settings.blocking = blocking;
@@ -168,11 +169,14 @@ NcclSettings make_settings(bool blocking, OptionalInt cga_cluster_size, Optional
   settings.split_share = split_share;
   settings.shrink_share = shrink_share;
   settings.device = device;
+  settings.codec_on_host = codec_on_host;
+  settings.wire_chunk_bytes = wire_chunk_bytes;
   settings.high_priority = high_priority;
   settings.check = parse_level(check);
   settings.records = records;
   settings.heartbeat = heartbeat;
   settings.abort_limit = abort_limit;
+  PYCOMM_CHECK(wire_chunk_bytes > 0, kInvalidArgument, "wire_chunk_bytes must be positive");
   PYCOMM_CHECK(heartbeat.count() > 0 && abort_limit.count() > 0, kInvalidArgument,
                "heartbeat and abort_limit must be positive");
   return settings;
@@ -247,6 +251,7 @@ void bind_settings(py::module_& m) {
            arg("net_name") = none, arg("traffic_class") = none, arg("comm_name") = none,
            arg("cta_policy") = none, arg("nvls_ctas") = none, arg("collnet_enable") = none,
            arg("split_share") = false, arg("shrink_share") = false, arg("device") = -1,
+           arg("codec_on_host") = false, arg("wire_chunk_bytes") = 4 << 20,
            arg("high_priority") = true, arg("check") = "late", arg("records") = 512,
            arg("heartbeat") = milliseconds(1000), arg("abort_limit") = milliseconds(5000));
 }

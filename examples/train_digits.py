@@ -1,8 +1,9 @@
-"""Train a small CNN on real handwritten digits, data parallel, on the CPUs of this machine.
+"""Train a small CNN on real handwritten digits, data parallel, on the CPUs or the GPUs of this machine.
 
     python examples/train_digits.py                            # 2 ranks, pycomm
     python examples/train_digits.py --backend gloo             # the same with torch's DDP on Gloo
     python examples/train_digits.py --ranks 4 --epochs 30 --out runs/four
+    python examples/train_digits.py --device cuda              # a GPU for each rank
     torchrun --nproc-per-node 2 examples/train_digits.py       # torchrun has started the ranks
 
 What it shows: a training script changes two lines to use pycomm, side by side in `setup_backend`
@@ -69,13 +70,14 @@ examples:
   %(prog)s                                 2 ranks, pycomm
   %(prog)s --backend gloo --out runs/gloo  the same with torch's DDP on Gloo
   %(prog)s --ranks 4 --batch-size 16       64 samples per step in all
+  %(prog)s --device cuda                   one GPU for each rank
 """
 
 
 # Where pycomm comes in
 
 
-def setup_backend(backend: str) -> type[DistributedDataParallel]:
+def setup_backend(backend: str, device: torch.device) -> type[DistributedDataParallel]:
     """Join the process group; return the class that wraps a model. All else is the same."""
     if backend == "pycomm":
         import pycomm
@@ -83,18 +85,18 @@ def setup_backend(backend: str) -> type[DistributedDataParallel]:
         dist.init_process_group("pycomm")
         return pycomm.DistributedDataParallel
 
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
     return DistributedDataParallel
 
 
 # Data and model
 
 
-def load_data(seed: int) -> tuple[TensorDataset, TensorDataset]:
-    """Return the training and the test set, the same on every rank."""
+def load_data(seed: int, device: torch.device | str = "cpu") -> tuple[TensorDataset, TensorDataset]:
+    """Return the training and the test set, the same on every rank, in the device's memory."""
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16  # pixels are 0..16
-    labels = torch.tensor(digits.target)
+    images, labels = images.to(device), torch.tensor(digits.target).to(device)
     train, test = train_test_split(
         range(len(labels)), test_size=0.2, stratify=digits.target, random_state=seed
     )
@@ -198,7 +200,7 @@ def ranks_that_differ(module: nn.Module) -> list[int]:
     """Return the ranks whose parameters are not, bit for bit, those of rank 0."""
     sha256 = hashlib.sha256()
     for parameter in module.parameters():
-        sha256.update(parameter.detach().numpy().tobytes())
+        sha256.update(parameter.detach().cpu().numpy().tobytes())
     mine = torch.tensor(list(sha256.digest()), dtype=torch.uint8)
     digests = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(digests, mine)
@@ -318,7 +320,8 @@ def draw_curves(metrics: dict[str, Any], path: Path) -> None:
 def describe_run(metrics: dict[str, Any]) -> str:
     """Name ranks and backend for a title."""
     ranks = metrics["ranks"]
-    return f"{ranks} rank{'s' if ranks > 1 else ''}, backend {metrics['backend']}"
+    device = "" if metrics["device"] == "cpu" else f", {metrics['device']}"
+    return f"{ranks} rank{'s' if ranks > 1 else ''}, backend {metrics['backend']}{device}"
 
 
 def report(metrics: dict[str, Any], out: Path) -> None:
@@ -339,10 +342,11 @@ def run_rank(args: argparse.Namespace) -> int:
     torch.set_num_threads(threads_per_rank(ranks_here))
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(args.seed)
-    train_set, test_set = load_data(args.seed)
+    device = device_of_rank(args.device)
+    train_set, test_set = load_data(args.seed, device)
 
-    ddp_class = setup_backend(args.backend)
-    model = ddp_class(make_model())
+    ddp_class = setup_backend(args.backend, device)
+    model = ddp_class(make_model().to(device))
     start = time.perf_counter()
     history, samples_per_second = fit(model, train_set, test_set, args)
     seconds = time.perf_counter() - start
@@ -358,6 +362,7 @@ def run_rank(args: argparse.Namespace) -> int:
         "communication_share": share,
         "ranks": dist.get_world_size(),
         "backend": args.backend,
+        "device": args.device,
         "epochs": args.epochs,
         "batch_size_per_rank": args.batch_size,
         "parameters": sum(p.numel() for p in model.module.parameters()),
@@ -373,6 +378,15 @@ def run_rank(args: argparse.Namespace) -> int:
     dist.barrier()  # torchrun ends all ranks when one fails: let rank 0 report first
     dist.destroy_process_group()
     return 1 if failures else 0
+
+
+def device_of_rank(kind: str) -> torch.device:
+    """This rank's, which becomes the current one."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    torch.cuda.set_device(local_rank % torch.cuda.device_count())
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def find_failures(different: list[int], accuracy: float, min_accuracy: float) -> list[str]:
@@ -393,6 +407,7 @@ def threads_per_rank(ranks_here: int) -> int:
 def start_ranks(args: argparse.Namespace) -> int:
     """Run this script once per rank by torchrun; return the exit code."""
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(args.ranks)))
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for sums in the same order
     try:
         torchrun(["--standalone", f"--nproc-per-node={args.ranks}", __file__, *sys.argv[1:]])
     except ChildFailedError:
@@ -411,13 +426,14 @@ def count(text: str) -> int:
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
-        description="Train a small CNN on handwritten digits, data parallel, on CPUs.",
+        description="Train a small CNN on handwritten digits, data parallel, on CPUs or GPUs.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--ranks", type=count, default=2, help="processes (2); under torchrun, its number counts")
     add("--backend", choices=["pycomm", "gloo"], default="pycomm", help="(pycomm)")
+    add("--device", choices=["cpu", "cuda"], default="cpu", help="(cpu); gloo goes with nccl there")
     add("--epochs", type=count, default=20, help="passes over the training set (20)")
     add("--batch-size", type=count, default=32, help="samples per rank and step (32)")
     add("--lr", type=float, default=4e-3, help="peak learning rate of AdamW (0.004)")
@@ -427,6 +443,8 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.backend == "pycomm" and find_spec("pycomm") is None:
         parser.error("pycomm is not installed here: install it, or take --backend gloo")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no GPU here; take --device cpu")
     return args
 
 

@@ -442,6 +442,8 @@ class NcclSettings:
         split_share: bool = False,
         shrink_share: bool = False,
         device: int = -1,
+        codec_on_host: bool = False,
+        wire_chunk_bytes: int = 4 << 20,
         high_priority: bool = True,
         check: str = "late",
         records: int = 512,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("pycomm")
 
 NAME = "pycomm"
-CPU: Final = torch.device("cpu")
+CPU: Final[torch.device] = torch.device("cpu")
 
 
 def create_backend(

@@ -53,9 +53,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     - ``overlap``: whether buckets travel on a thread of their own while backward goes on (True), or in the thread that
       runs backward (False); None decides by cores and ranks (``PYCOMM_DDP_OVERLAP``).
     - ``compression``: how gradients travel, "fp16", "bf16", "fp8" or "int8", or an object of pycomm.compression, which
-      says more; ``error_feedback`` overrides its default. Over a group of any backend for tensors on the CPU. On
-      groups of backend pycomm they do not overlap with backward in modes that need torch's Reducer, and with TopK and
-      PowerSGD.
+      says more; ``error_feedback`` overrides its default. Over a group of any backend for tensors on the CPU, and of
+      backend pycomm for those on GPUs. On the CPU, groups of backend pycomm do not overlap with backward in modes that
+      need torch's Reducer, and with TopK and PowerSGD.
 
     Differences to torch's class, all of them where torch goes wrong in silence or hangs:
 
@@ -158,8 +158,6 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             or any(self._build_params_for_reducer()[1])  # sparse gradients take torch's way
         ):
             return
-        if self.device_type == "cuda" and self._compression is not None:
-            return  # refused
         communicator = find_communicator(self.process_group, torch.device(self.device_type))
         may_go_direct = (
             communicator is not None and communicator.transport == "shm" and self._may_go_direct()
@@ -260,11 +258,15 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                 "find_unused_parameters, static_graph, gradient_as_bucket_view, hooks and sparse gradients; or "
                 "compression="
             )
-        share = None if weight is None else share_of(weight, carrier_of(self.process_group))
+        share = None if weight is None else self._share_of(weight)
         if hooked is not None:
             hooked.set_share(self, share)
         else:
             self._direct.set_share(share)
+
+    def _share_of(self, weight: float) -> float:
+        device = torch.device(self.device_type)
+        return share_of(weight, carrier_of(self.process_group, device), device)
 
     def compression_state_dict(self) -> dict[str, Any]:
         """Collective: what compression keeps, for a checkpoint of this rank; see pycomm.compression.state."""

@@ -18,7 +18,7 @@ CSRC: Final = ROOT / "csrc"
 #: lower ones.
 LAYERS: Final = (
     (
-        r"(common|error|hex|interrupt|python_interrupt|forks|clock|call_site|test_fault)\.h",
+        r"(common|error|hex|random|interrupt|python_interrupt|forks|clock|call_site|test_fault)\.h",
         0,
     ),
     (r"process\.(h|cpp)", 0),

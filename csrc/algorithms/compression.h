@@ -7,7 +7,6 @@
 #include <string>
 #include <vector>
 
-#include "../error.h"
 #include "../kernels/codec.h"
 
 namespace pycomm {
@@ -46,7 +45,9 @@ struct Compression {
     std::string text;
     DType last = dtype();
     int64_t run = 0;
-    const auto tell = [&] { text += concat(text.empty() ? "" : ", ", run, " ", name_of(last)); };
+    const auto tell = [&] {
+      text += (text.empty() ? "" : ", ") + std::to_string(run) + " " + name_of(last);
+    };
     for (const FloatSpan& tensor : tensors) {
       if (tensor.count > 0 && tensor.dtype != last) {
         tell();

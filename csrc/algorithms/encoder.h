@@ -3,6 +3,8 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
+#include <utility>
 #include <vector>
 
 #include "../common.h"
@@ -14,9 +16,10 @@ namespace pycomm {
 
 class Encoder {
  public:
-  // `stream`: write slots past the caches.
-  Encoder(const Compression& compression, bool stream)
-      : compression_(compression), stream_(stream) {}
+  using Run = std::function<void(const TranscodeCall&)>;
+  // `stream`: write slots past the caches. `run` executes calls, or sees to it that a device does.
+  Encoder(const Compression& compression, bool stream, Run run = &transcode)
+      : compression_(compression), stream_(stream), run_(std::move(run)) {}
 
   const Codec& codec() const { return compression_.codec; }
   // The most values whose encoding fits into so many bytes.
@@ -37,7 +40,7 @@ class Encoder {
     TranscodeCall call = base(first, count);
     add_own(call, 0);
     set_encoded(call, to);
-    transcode(call);
+    run_(call);
   }
   // The sum of others' and, after `own` of them, this rank's values -> `to` and, if `finished`, the
   // tensors.
@@ -51,7 +54,7 @@ class Encoder {
       call.outputs = compression_.tensors.data();
       call.divisor = compression_.divisor;
     }
-    transcode(call);
+    run_(call);
   }
   // An encoded result -> the tensors.
   void decode(const Wire& wire, int64_t first, int64_t count) const {
@@ -75,7 +78,7 @@ class Encoder {
     set_others(call, wires);
     call.divisor = divisor;
     call.outputs = compression_.tensors.data();
-    transcode(call);
+    run_(call);
   }
   TranscodeCall base(int64_t first, int64_t count) const {
     TranscodeCall call;
@@ -106,6 +109,7 @@ class Encoder {
 
   const Compression& compression_;
   const bool stream_;
+  const Run run_;
 };
 
 }  // namespace pycomm

@@ -5,6 +5,8 @@
 #include <thread>
 #include <utility>
 
+#include "left_alone.h"
+
 namespace pycomm::nccl {
 namespace {
 
@@ -13,6 +15,17 @@ constexpr int kSpins = 200;
 // How long the end of a communicator waits for a call that uses it.
 constexpr std::chrono::milliseconds kPatience{1000};
 constexpr std::chrono::microseconds kShortPause{20}, kLongPause{1000};
+
+// Not locked if the time runs out. Not a timed_mutex, whose lock ThreadSanitizer does not see.
+std::unique_lock<std::mutex> lock_within(std::mutex& mutex, std::chrono::milliseconds limit) {
+  std::unique_lock<std::mutex> lock(mutex, std::try_to_lock);
+  const auto deadline = std::chrono::steady_clock::now() + limit;
+  while (!lock && std::chrono::steady_clock::now() < deadline) {
+    std::this_thread::sleep_for(kLongPause);
+    lock.try_lock();
+  }
+  return lock;
+}
 
 // How much of Config a library of this version knows, and the version that it is told.
 size_t config_bytes(int version) {
@@ -75,7 +88,7 @@ bool CommHandle::make(const std::string& what, const Make& call, const Watch& wa
   auto place = std::make_shared<std::atomic<Comm>>(nullptr);
   static_assert(sizeof(std::atomic<Comm>) == sizeof(Comm));
   const Result result = [&] {
-    std::unique_lock<std::timed_mutex> use;
+    std::unique_lock<std::mutex> use;
     if (parent) use = parent->use();
     if (parent && !parent->get()) watch();
     return call(reinterpret_cast<Comm*>(place.get()));
@@ -88,7 +101,7 @@ bool CommHandle::make(const std::string& what, const Make& call, const Watch& wa
     settle(Result::kInProgress, what, watch);
   } catch (...) {
     comm_.store(place->load());
-    if (!comm_.load()) new std::shared_ptr<std::atomic<Comm>>(place);  // NCCL may still write it
+    if (!comm_.load()) leave_alone(place);  // NCCL may still write it
     abort();
     throw;
   }
@@ -115,7 +128,7 @@ void CommHandle::settle(Result result, const std::string& what, const Watch& wat
 
 Result CommHandle::async_error() const {
   // A call that is in use of it says itself what is wrong.
-  const std::unique_lock<std::timed_mutex> in_use(*using_, std::try_to_lock);
+  const std::unique_lock<std::mutex> in_use(*using_, std::try_to_lock);
   const Comm comm = comm_.load();
   if (!in_use || !comm || state_.load() != State::kReady) return Result::kSuccess;
   Result state = Result::kSuccess;
@@ -132,7 +145,7 @@ Comm CommHandle::take() {
 void CommHandle::stop() {
   State ready = State::kReady;
   if (!api_->has(kRevoke) || !comm_.load()) return abort();
-  const std::unique_lock<std::timed_mutex> in_use(*using_, kPatience);
+  const std::unique_lock<std::mutex> in_use = lock_within(*using_, kPatience);
   if (!in_use) return abort();
   if (!state_.compare_exchange_strong(ready, State::kRevoked)) return;
   const DeviceGuard guard(*cuda_, device_);
@@ -147,7 +160,7 @@ void CommHandle::abort() {
                parent = std::move(parent_), comm] {
     cuda->set_device(device);
     // A call that blocks is what is to be ended.
-    const std::unique_lock<std::timed_mutex> use(*in_use, kPatience);
+    const std::unique_lock<std::mutex> use = lock_within(*in_use, kPatience);
     api->comm_abort(comm);
     std::lock_guard<std::mutex> lock(ending->mutex);
     ending->over = true;

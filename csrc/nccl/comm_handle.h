@@ -41,9 +41,7 @@ class CommHandle : public std::enable_shared_from_this<CommHandle> {
 
   // For calls on it, while it is in use(): then nobody ends it meanwhile.
   Comm get() const { return comm_.load(); }
-  std::unique_lock<std::timed_mutex> use() const {
-    return std::unique_lock<std::timed_mutex>(*using_);
-  }
+  std::unique_lock<std::mutex> use() const { return std::unique_lock<std::mutex>(*using_); }
   int device() const { return device_; }
   State state() const { return state_.load(); }
   // Waits until a call has been taken in; throws what became of it.
@@ -72,7 +70,7 @@ class CommHandle : public std::enable_shared_from_this<CommHandle> {
   std::atomic<Comm> comm_{nullptr};
   std::atomic<State> state_{State::kReady};
   std::shared_ptr<CommHandle> parent_;  // whose resources it shares, so that it ends first
-  const std::shared_ptr<std::timed_mutex> using_ = std::make_shared<std::timed_mutex>();
+  const std::shared_ptr<std::mutex> using_ = std::make_shared<std::mutex>();
   struct Ending {
     std::mutex mutex;
     std::condition_variable changed;

@@ -35,6 +35,7 @@ namespace pycomm::nccl {
   X(malloc_host, cudaMallocHost, (void**, size_t))                                       \
   X(free_host, cudaFreeHost, (void*))                                                    \
   X(pointer_get_attributes, cudaPointerGetAttributes, (PointerAttributes*, const void*)) \
+  X(launch_host_func, cudaLaunchHostFunc, (Stream, void (*)(void*), void*))              \
   X(get_last_error, cudaGetLastError, ())
 
 class CudaApi {

@@ -30,6 +30,7 @@ NcclCommunicator::NcclCommunicator(Apis apis, std::shared_ptr<Board> board, int 
       cuda_(std::move(apis.second)),
       board_(std::move(board)),
       settings_(std::move(settings)),
+      codec_(settings_.codec_on_host ? host_codec(cuda_) : kernel_codec()),
       heard_(static_cast<size_t>(world_size)) {
   const int devices = cuda_->devices();
   PYCOMM_CHECK(settings_.device < devices, kInvalidArgument, "rank ", rank, ": there is no device ",
@@ -62,14 +63,21 @@ NcclCommunicator::~NcclCommunicator() {
 // What the base class cannot know.
 void NcclCommunicator::check_gpu(const Request& request) const {
   const std::string what = concat("rank ", rank(), ": ", describe(request));
-  PYCOMM_CHECK(!request.compression, kInvalidArgument, what,
-               ": NCCL carries no encoded values by itself");
+  if (request.compression) return check_gpu_compression(what);
   PYCOMM_CHECK(request.algorithm == Algorithm::kAuto, kInvalidArgument, what,
                ": NCCL chooses its algorithm itself (NCCL_ALGO)");
   PYCOMM_CHECK(request.operation != Operation::kMonitoredBarrier &&
                    request.operation != Operation::kMeasureLatency,
                kInvalidArgument, what, ": is an operation of CPU tensors' communicators");
   if (request.reduces()) to_reduce(request.dtype, request.op, *api_, what);
+}
+
+void NcclCommunicator::check_gpu_compression(const std::string& what) const {
+  PYCOMM_CHECK(codec_, kInvalidArgument, what,
+               ": this pycomm was built without CUDA, so there is no kernel that encodes; build it "
+               "where nvcc is (PYCOMM_CUDA=1), or leave the compression out");
+  PYCOMM_CHECK(open_groups<Batch>().count(this) == 0, kInvalidArgument, what,
+               ": is several calls of NCCL, so it cannot be one of a group");
 }
 
 // The device that all the memory is on.
@@ -121,6 +129,12 @@ std::vector<const void*> pointers_of(const Request& request) {
   if (!request.inputs.empty() && !request.outputs.empty()) pointers.clear();  // all_to_all
   add_parts(pointers, request.inputs);
   add_parts(pointers, request.outputs);
+  if (request.compression) {
+    pointers.clear();
+    add_parts(pointers, request.compression->tensors);
+    if (request.count > 0) pointers.push_back(request.compression->residual);
+    pointers.push_back(request.compression->counts);
+  }
   return pointers;
 }
 
@@ -298,26 +312,12 @@ std::shared_ptr<NcclWork> NcclCommunicator::enqueue(Batch& batch, Lane& lane, bo
   const std::string what = where(*work);
   const auto late = [this, work] { throw diagnose(*work); };
   const Watch watch = watch_until(work->since() + work->limit(), late);
-  std::vector<RedOp> made;
   std::shared_ptr<void> kept;
-  auto use = lane.comm->use();
-  if (!lane.comm->get()) watch();
-  api_->check(api_->group_start(), what);
-  try {
-    for (const Call& call : batch.calls) {
-      if (call.request)
-        issue(*call.request, lane, stream, made);
-      else
-        issue(*call.message, lane, stream);
-    }
-  } catch (...) {
-    api_->group_end();
-    throw;
-  }
-  const Result result = api_->group_end();
-  use.unlock();
-  lane.comm->settle(result, what, watch);
-  for (const RedOp op : made) api_->check(api_->red_op_destroy(op, lane.comm->get()), what);
+  const Call& first = batch.calls[0];
+  if (first.request && first.request->compression)
+    issue_compressed(*first.request, lane, stream, capturing, what, watch);
+  else
+    issue_group(batch, lane, stream, what, watch);
 
   std::vector<std::shared_ptr<void>> keep;
   for (Call& call : batch.calls)
@@ -342,6 +342,38 @@ std::shared_ptr<NcclWork> NcclCommunicator::enqueue(Batch& batch, Lane& lane, bo
   }
   Watchdog::instance().wake();
   return work;
+}
+
+// Calls of NCCL that start together.
+void NcclCommunicator::in_nccl_group(const Lane& lane, const std::string& what, const Watch& watch,
+                                     const std::function<void(Comm)>& calls) {
+  auto use = lane.comm->use();
+  const Comm comm = lane.comm->get();
+  if (!comm) watch();
+  api_->check(api_->group_start(), what);
+  try {
+    calls(comm);
+  } catch (...) {
+    api_->group_end();
+    throw;
+  }
+  const Result result = api_->group_end();
+  use.unlock();
+  lane.comm->settle(result, what, watch);
+}
+
+void NcclCommunicator::issue_group(const Batch& batch, Lane& lane, Stream stream,
+                                   const std::string& what, const Watch& watch) {
+  std::vector<RedOp> made;
+  in_nccl_group(lane, what, watch, [&](Comm) {
+    for (const Call& call : batch.calls) {
+      if (call.request)
+        issue(*call.request, lane, stream, made);
+      else
+        issue(*call.message, lane, stream);
+    }
+  });
+  for (const RedOp op : made) api_->check(api_->red_op_destroy(op, lane.comm->get()), what);
 }
 
 std::string NcclCommunicator::where(const std::string& call) const {

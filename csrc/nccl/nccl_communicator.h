@@ -20,6 +20,7 @@
 #include "../communicator.h"
 #include "comm_handle.h"
 #include "cuda_api.h"
+#include "device_codec.h"
 #include "nccl_api.h"
 #include "nccl_settings.h"
 #include "nccl_work.h"
@@ -115,11 +116,14 @@ class NcclCommunicator : public Communicator {
   struct Lane {
     std::shared_ptr<CommHandle> comm;
     std::shared_ptr<EventPool> events;
-    Stream stream = nullptr;  // of asynchronous operations
+    Stream stream = nullptr;     // of asynchronous operations
+    Stream transfers = nullptr;  // of a compressed one's messages, beside its kernels
     Stream last_stream = nullptr;
     std::shared_ptr<void> last_end;  // the event after the last operation
     char* scratch = nullptr;         // on the device: headers, a barrier's element
     char* host_scratch = nullptr;
+    char* wire = nullptr;  // on the device: encoded values
+    int64_t wire_bytes = 0;
     int device = 0;
   };
   struct Call {  // exactly one of them
@@ -137,12 +141,17 @@ class NcclCommunicator : public Communicator {
 
   // nccl_communicator.cpp: a call's way to NCCL
   void check_gpu(const Request& request) const;
+  void check_gpu_compression(const std::string& what) const;
   int device_of(const std::vector<const void*>& pointers, const std::string& what) const;
   int default_device() const;
   std::shared_ptr<Pending> add_or_launch(Call call, int device, Stream stream, bool async);
   std::shared_ptr<Pending> launch(Batch& batch);
   std::shared_ptr<NcclWork> enqueue(Batch& batch, Lane& lane, bool capturing);
   std::shared_ptr<NcclWork> make_work(const Batch& batch, int device);
+  void issue_group(const Batch& batch, Lane& lane, Stream stream, const std::string& what,
+                   const Watch& watch);
+  void in_nccl_group(const Lane& lane, const std::string& what, const Watch& watch,
+                     const std::function<void(Comm)>& calls);
   void order_before(Lane& lane, Stream stream, Stream callers, bool capturing);
   std::string where(const NcclWork& work) const;
   std::string where(const std::string& call) const;
@@ -155,6 +164,19 @@ class NcclCommunicator : public Communicator {
   void issue_reduction(const Request& request, const Lane& lane, Stream stream,
                        std::vector<RedOp>& made);
   void check_headers(const Batch& batch, Lane& lane, uint32_t first);
+
+  // nccl_compressed.cpp
+  struct Compressed;
+  void issue_compressed(const Request& request, Lane& lane, Stream stream, bool capturing,
+                        const std::string& what, const Watch& watch);
+  void compressed_one_shot(const Compressed& job, bool capturing);
+  void compressed_two_shot(const Compressed& job, bool capturing);
+  void compressed_ring(const Compressed& job, bool capturing);
+  void send(const Compressed& job, const void* data, int64_t bytes, int peer);
+  void recv(const Compressed& job, void* data, int64_t bytes, int peer);
+  std::shared_ptr<void> mark(const Compressed& job, Stream stream);
+  void order(const Compressed& job, Stream earlier, Stream later);
+  char* wire_memory(Lane& lane, int64_t bytes, bool capturing);
 
   // nccl_members.cpp: NCCL's communicators
   Lane& lane_on(int device);
@@ -187,6 +209,7 @@ class NcclCommunicator : public Communicator {
   const std::shared_ptr<const CudaApi> cuda_;
   const std::shared_ptr<Board> board_;
   const NcclSettings settings_;
+  const std::shared_ptr<DeviceCodec> codec_;  // null: nothing is compressed
 
   std::recursive_mutex launching_;  // one call at a time goes to NCCL
   mutable std::mutex mutex_;        // of what follows

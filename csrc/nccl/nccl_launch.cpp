@@ -141,11 +141,17 @@ struct Header {
   uint8_t has_table;  // counts may differ from rank to rank
   int32_t root;
   int64_t count;
-  char reserved[40];
+  Codec codec;       // of a compressed all_reduce
+  uint32_t mixture;  // of its dtypes
+  uint8_t compressed;
+  uint8_t algorithm;
+  char reserved[26];
 
   bool operator==(const Header& other) const {
     return sequence == other.sequence && calls == other.calls && operation == other.operation &&
            dtype == other.dtype && op == other.op && has_table == other.has_table &&
+           compressed == other.compressed && algorithm == other.algorithm &&
+           (!compressed || codec == other.codec) && mixture == other.mixture &&
            root == other.root && (has_table != 0 || count == other.count);
   }
 };
@@ -161,6 +167,12 @@ Header header_of(const Request& request, uint32_t sequence, size_t calls) {
   header.has_table = request.needs_table() ? 1 : 0;
   header.root = request.root;
   header.count = request.count;
+  header.compressed = request.compression ? 1 : 0;
+  header.algorithm = static_cast<uint8_t>(request.algorithm);
+  if (request.compression) {
+    header.codec = request.compression->codec;
+    header.mixture = request.compression->mixture();
+  }
   return header;
 }
 
@@ -171,6 +183,12 @@ std::string call_of(const Header& header) {
   request.op = header.op;
   request.root = header.root;
   request.count = header.count;
+  request.algorithm = static_cast<Algorithm>(header.algorithm);
+  if (header.compressed) {
+    auto compression = std::make_shared<Compression>();
+    compression->codec = header.codec;
+    request.compression = std::move(compression);
+  }
   return concat(describe(request),
                 header.calls > 1 ? concat(" in a group of ", header.calls, " calls") : "");
 }

@@ -5,6 +5,7 @@
 
 #include "../hex.h"
 #include "../interrupt.h"
+#include "left_alone.h"
 #include "nccl_communicator.h"
 #include "watchdog.h"
 
@@ -49,9 +50,10 @@ NcclCommunicator::Lane& NcclCommunicator::add_lane(int device, std::shared_ptr<C
   lane.events = std::make_shared<EventPool>(cuda_);
   int least = 0, greatest = 0;
   cuda_->check(cuda_->stream_priority_range(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
-  cuda_->check(cuda_->stream_create_with_priority(&lane.stream, kStreamNonBlocking,
-                                                  settings_.high_priority ? greatest : least),
-               "cudaStreamCreateWithPriority");
+  for (Stream* stream : {&lane.stream, &lane.transfers})
+    cuda_->check(cuda_->stream_create_with_priority(stream, kStreamNonBlocking,
+                                                    settings_.high_priority ? greatest : least),
+                 "cudaStreamCreateWithPriority");
   const size_t bytes = kLineBytes * static_cast<size_t>(world_size());
   void* memory = nullptr;
   cuda_->check(cuda_->malloc(&memory, bytes), "cudaMalloc");
@@ -328,21 +330,23 @@ void NcclCommunicator::end_lanes() {
     over = lane.comm->await_end(settings_.abort_limit) && over;
   }
   for (auto& [device, lane] : lanes_) {
-    // Memory that a kernel may still use, since NCCL did not come to its end, is left alone.
-    if (lane.comm->state() == CommHandle::State::kEnded) free_lane(lane);
+    if (lane.comm->state() == CommHandle::State::kEnded)
+      free_lane(lane);
+    else
+      leave_alone(std::make_shared<Lane>(lane));
   }
   std::lock_guard<std::mutex> lock(mutex_);
   lanes_.clear();
-  if (over)
-    works_.clear();
-  else
-    new std::vector<std::shared_ptr<NcclWork>>(std::move(works_));
+  if (!over) leave_alone(std::make_shared<decltype(works_)>(std::move(works_)));
+  works_.clear();
 }
 
 void NcclCommunicator::free_lane(Lane& lane) {
   lane.last_end.reset();
   cuda_->set_device(lane.device);
   cuda_->stream_destroy(lane.stream);
+  cuda_->stream_destroy(lane.transfers);
+  cuda_->free(lane.wire);
   cuda_->free(lane.scratch);
   cuda_->free_host(lane.host_scratch);
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <optional>
 #include <string>
 
@@ -20,8 +21,10 @@ struct NcclSettings {
   std::optional<std::string> net_name, comm_name;
   bool split_share = false, shrink_share = false;
   // Ours.
-  int device = -1;            // the only one that tensors may be on; -1: any
-  bool high_priority = true;  // of the stream of asynchronous operations
+  int device = -1;                     // the only one that tensors may be on; -1: any
+  bool codec_on_host = false;          // tests: encode and decode on the CPU
+  int64_t wire_chunk_bytes = 4 << 20;  // encoded: what a compressed all_reduce moves at a time
+  bool high_priority = true;           // of the stream of asynchronous operations
   CheckLevel check = CheckLevel::kLate;
   int records = 512;                            // of the flight recorder; a power of two or 0
   std::chrono::milliseconds heartbeat{1000};    // between two looks at the Store

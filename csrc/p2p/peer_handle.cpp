@@ -1,11 +1,11 @@
 #include "peer_handle.h"
 
-#include <random>
 #include <sstream>
 
 #include "../error.h"
 #include "../hex.h"
 #include "../process.h"
+#include "../random.h"
 
 namespace pycomm {
 namespace {
@@ -41,10 +41,7 @@ PeerHandle PeerHandle::here() {
   PeerHandle handle;
   handle.host = boot_id();
   if (handle.host.empty()) handle.host = "unknown";
-  static const int64_t kProcess = [] {
-    std::random_device chance;
-    return static_cast<int64_t>(chance()) << 31 ^ chance();
-  }();
+  static const auto kProcess = static_cast<int64_t>(random_word() >> 1);
   handle.process = kProcess;
   return handle;
 }

@@ -4,12 +4,11 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdio>
-#include <random>
 #include <sstream>
 #include <utility>
 
 #include "../interrupt.h"
+#include "../random.h"
 #include "greeting.h"
 
 namespace pycomm {
@@ -21,17 +20,6 @@ using std::chrono::milliseconds;
 constexpr milliseconds kGreetingTime{2000};
 constexpr int kMaxSilentCallers = 64;  // more, and the one silent for longest is dropped
 constexpr int kMaxAdmissions = 64;     // in a row, before those who are here are heard again
-
-std::string random_hex() {
-  std::random_device device;
-  std::string text;
-  for (size_t word = 0; word < kSecretBytes / 8; ++word) {
-    char digits[9];
-    std::snprintf(digits, sizeof digits, "%08x", static_cast<unsigned>(device()));
-    text += digits;
-  }
-  return text;
-}
 
 // Time that does not depend on how long the secrets agree.
 bool same_secret(const char* a, const char* b) {
@@ -48,11 +36,11 @@ std::string version_of(uint32_t protocol, uint32_t layout) {
 
 }  // namespace
 
-ShmOffer::ShmOffer(int world_size, const ShmConfig& config) : secret_(random_hex()) {
+ShmOffer::ShmOffer(int world_size, const ShmConfig& config) : secret_(random_hex(kSecretBytes)) {
   int descriptor = -1;
   segment_ = Segment::create(world_size, config, &descriptor);
   segment_descriptor_.reset(descriptor);
-  const std::string name = "pycomm-" + random_hex();
+  const std::string name = "pycomm-" + random_hex(kSecretBytes);
   listener_ = listen_at(name);
   PYCOMM_CHECK_SYSTEM(listener_, "rank 0 cannot open the socket that hands out its shared segment");
   address_ = Address{name, secret_, segment_->head().nonce, place(), host_name()}.text();

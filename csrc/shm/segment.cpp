@@ -6,9 +6,9 @@
 #include <unistd.h>
 
 #include <cstring>
-#include <random>
 
 #include "../error.h"
+#include "../random.h"
 
 namespace pycomm {
 namespace {
@@ -37,11 +37,6 @@ int64_t records_bytes(int world_size, const ShmConfig& config) {
 }
 
 }  // namespace
-
-uint64_t random_word() {
-  std::random_device device;
-  return (static_cast<uint64_t>(device()) << 32) | device();
-}
 
 int64_t Segment::area_offset(int rank) const {
   return round_up(sizeof(SegmentHead), kPageBytes) + rank * round_up(sizeof(RankArea), kPageBytes);

@@ -137,9 +137,6 @@ struct SegmentHead {
   AbortRecord abort;
 };
 
-// Cannot be guessed.
-uint64_t random_word();
-
 // A mapping of the segment, and a descriptor of its own while it is needed.
 class Segment {
  public:

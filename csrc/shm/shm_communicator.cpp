@@ -10,6 +10,7 @@
 
 #include "../call_site.h"
 #include "../interrupt.h"
+#include "../random.h"
 #include "../test_fault.h"
 
 namespace pycomm {

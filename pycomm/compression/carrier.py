@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 
-from pycomm.backend import find_communicator
+from pycomm.backend import CPU, find_communicator
 from pycomm.errors import Error, InvalidArgument
 from pycomm.extension import core
 
@@ -62,12 +62,20 @@ class Carrier(Ranks, Protocol):
         """Sums a list of contiguous tensors, in place, encoded on the way."""
 
 
-def carrier_of(group: dist.ProcessGroup | None = None) -> Carrier:
-    """Of a group (the default group if None). Raises InvalidArgument if it has no backend for tensors on the CPU."""
+def carrier_of(group: dist.ProcessGroup | None = None, device: torch.device = CPU) -> Carrier:
+    """Of a group (the default group if None), for tensors on a device.
+
+    Raises InvalidArgument if the group has no backend for tensors on the CPU, or none of pycomm's for those on a GPU.
+    """
     group = group or dist.group.WORLD
     if group is None:
         raise InvalidArgument("there is no default process group; call init_process_group")
-    communicator = find_communicator(group)
+    communicator = find_communicator(group, device)
+    if communicator is None and device.type != "cpu":
+        raise InvalidArgument(
+            f"rank {group.rank()}: tensors on {device} need a group of backend pycomm there, and the group's is "
+            f"{dist.get_backend(group)}; use init_process_group('pycomm') or 'cpu:gloo,cuda:pycomm'"
+        )
     return communicator if communicator is not None else ForeignCarrier(group)
 
 

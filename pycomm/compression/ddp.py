@@ -183,7 +183,7 @@ class HookedCompression:
 
 def _refuse_modes(compressor: Compressor) -> NoReturn:
     raise InvalidArgument(
-        f"{type(compressor).__name__} is for float32, float16 and bfloat16 parameters on the CPU, without "
+        f"{type(compressor).__name__} is for float32, float16 and bfloat16 parameters on the CPU or on GPUs, without "
         "mixed_precision, sparse gradients, join() and torch's fused optimizers. Leave these or compression= out"
     )
 

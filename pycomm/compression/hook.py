@@ -1,7 +1,7 @@
 """Compression as a communication hook of torch's own DistributedDataParallel, and so of what is built on it."""
 
 # Annotations stay objects here: torch looks at those of hooks.
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,8 @@ class HookState:
     """What :func:`hook` keeps: ``model.register_comm_hook(HookState("int8", model), hook)``.
 
     The model's parameter names are those of the residuals in :meth:`state_dict`; where the state must be there before
-    the model, as for Lightning's DDPStrategy, they are numbers. `group`: None is the default group; of any backend.
+    the model, as for Lightning's DDPStrategy, they are numbers. `group`: None is the default group; of any backend on
+    the CPU, of pycomm's on GPUs.
     `share`: this rank's weight by the sum of all, or None for the plain mean.
 
     Training that was resumed has the bits of training that was not as long as the same parameters share a bucket, for
@@ -42,6 +43,7 @@ class HookState:
         self.group = group
         self.share: float | None = None
         self._background = Background()
+        self._stream: torch.cuda.Stream | None = None
         self._problem: Exception | None = None  # of this step
 
     def residuals(self) -> dict[str, torch.Tensor]:
@@ -65,9 +67,9 @@ class HookState:
         self._averager.load_state_dict(state, self.group)
 
     def average(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """The hook. Between hosts the bucket travels while backward goes on, behind those before it."""
-        carrier, share = carrier_of(self.group), self.share
+        """The hook. Between hosts and on GPUs the bucket travels while backward goes on, behind those before it."""
         parameters, gradients, buffer = bucket.parameters(), bucket.gradients(), bucket.buffer()
+        carrier, share = carrier_of(self.group, buffer.device), self.share
         is_first, is_last = bucket.index() == 0, bucket.is_last()
 
         def average() -> torch.Tensor:
@@ -86,8 +88,22 @@ class HookState:
 
         if isinstance(carrier, ForeignCarrier):
             return self._background.submit(average)
+        if buffer.is_cuda:
+            return self._beside(buffer.device, average)
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         future.set_result(average())
+        return future
+
+    def _beside(
+        self, device: torch.device, average: Callable[[], torch.Tensor]
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Enqueues it on a stream of its own, which the future's waiters then wait for; the host goes on."""
+        if self._stream is None or self._stream.device != device:
+            self._stream = torch.cuda.Stream(device)
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[device])
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            future.set_result(average())
         return future
 
 
@@ -98,7 +114,7 @@ _states = WeakIdKeyDictionary()
 def hook(
     state: HookState | Compressor, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Averages a bucket's gradients, compressed; for ``register_comm_hook``, on a group of any backend.
+    """Averages a bucket's gradients, compressed; for ``register_comm_hook``, on a group of any backend (CPU).
 
     A compressor, such as ``pycomm.compression.FP16()``, serves as state for one model on the default group; a HookState
     says more, and can be saved.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from pycomm.arrays import as_tensor
+from pycomm.backend import CPU
 from pycomm.compression import state as _state
 from pycomm.compression.carrier import carrier_of
 from pycomm.compression.codecs import Compressor, Encoding, compressor_of, encoding_of
@@ -20,36 +22,41 @@ from pycomm.extension import core
 if TYPE_CHECKING:
     from pycomm.compression.carrier import Carrier
 
+A = TypeVar("A")
+
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def all_reduce(
-    tensor: torch.Tensor,
+    tensor: A,
     op: str = "sum",
     group: dist.ProcessGroup | None = None,
     *,
     compression: str | Compressor | None = None,
     residual: torch.Tensor | None = None,
     timeout: timedelta | None = None,
-) -> torch.Tensor:
+) -> A:
     """Reduces a tensor over the group's ranks, in place, and returns it.
 
-    tensor: any shape, contiguous, on the CPU, over a group of any backend; with `compression`
-    float32, float16 or bfloat16 and `op` sum or avg, and encoded on the way: two roundings at any world size, the same
-    bits on all ranks. `residual` (float32, as many elements) then keeps what rounding leaves out, and adds it the next
-    time. Raises InvalidArgument before anything is sent, otherwise as every operation does.
+    tensor: a tensor, or an array of a library that shares its memory by DLPack or CUDA's array interface (NumPy, CuPy,
+    ...; see :func:`pycomm.arrays.as_tensor`); any shape, contiguous. On the CPU, over a group of any backend, or on a
+    GPU over one of pycomm's; there it returns when the operation is enqueued on torch's current stream. With
+    `compression` float32, float16 or bfloat16 and `op` sum or avg, and encoded on the way: two roundings at any world
+    size, the same bits on all ranks. `residual` (float32, as many elements) then keeps what rounding leaves out, and
+    adds it the next time. Raises InvalidArgument before anything is sent, otherwise as every operation does.
     """
-    carrier = carrier_of(group)
+    values = as_tensor(tensor)
+    carrier = carrier_of(group, values.device)
     if compression is None:
         if residual is not None:
             raise InvalidArgument("a residual needs compression")
-        carrier.all_reduce(tensor, op, timeout=timeout)
+        carrier.all_reduce(values, op, timeout=timeout)
         return tensor
     if op not in ("sum", "avg"):
         raise InvalidArgument(f"only sum and avg can be compressed, not {op}")
     encoding = encoding_of(compression)
     carrier.compressed_all_reduce(
-        [tensor],
+        [values],
         encoding.codec,
         factor=1.0 if op == "sum" else 1 / carrier.world_size,
         residual=residual,
@@ -86,7 +93,7 @@ class Averager:
         self._is_prepared = True
         for name, parameter in named:
             if self.compressor.error_feedback and self.compressor.compresses(name, parameter):
-                self._memory.residual(name, parameter.numel())
+                self._memory.residual(name, parameter.numel(), parameter.device)
 
     def residuals(self) -> dict[str, torch.Tensor]:
         """By name; the tensors themselves."""
@@ -96,9 +103,13 @@ class Averager:
         """All that is kept."""
         return self._memory
 
+    def device(self) -> torch.device:
+        """Where residuals are."""
+        return next((residual.device for residual in self.residuals().values()), CPU)
+
     def state_dict(self, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
         """Collective; see pycomm.compression.state."""
-        state = _state.state_dict(self, carrier_of(group), self.step)
+        state = _state.state_dict(self, carrier_of(group, self.device()), self.step)
         bases = {name: basis.clone() for name, basis in self._memory.bases.items()}
         return {**state, "bases": bases} if bases else state
 
@@ -109,10 +120,11 @@ class Averager:
         _state.check(state)
         if not self._is_prepared:
             for name, saved in state["residuals"].items():
-                self._memory.residual(name, saved.numel())
-        self.step = _state.load_state_dict(self, carrier_of(group), state)
+                self._memory.residual(name, saved.numel(), saved.device)
+        device = self.device()
+        self.step = _state.load_state_dict(self, carrier_of(group, device), state)
         bases = state.get("bases", {})
-        self._memory.bases = {name: basis.clone() for name, basis in bases.items()}
+        self._memory.bases = {name: basis.clone().to(device) for name, basis in bases.items()}
 
     def average(
         self,
@@ -186,7 +198,11 @@ class Averager:
         """
         withheld = []
         for name, gradient in zip(names, gradients, strict=True):
-            if gradient.numel() and not gradient.flatten()[0] and not gradient.any():
+            if gradient.is_cuda:  # where the host must not wait
+                part, used = self._memory.residuals[name], gradient.any()
+                withheld.append((part, part.masked_fill(used, 0)))
+                part.masked_fill_(~used, 0)
+            elif gradient.numel() and not gradient.flatten()[0] and not gradient.any():
                 part = self._memory.residuals[name]
                 withheld.append((part, part.clone()))
                 part.zero_()
@@ -196,12 +212,13 @@ class Averager:
         self, names: tuple[str, ...], gradients: Sequence[torch.Tensor]
     ) -> torch.Tensor:
         """One tensor for a list that travels together; residuals move into it with their parameters."""
-        if (flat := self._flat.get(names)) is not None:
+        flat = self._flat.get(names)
+        if flat is not None and flat.device == gradients[0].device:
             return flat
         sizes = [gradient.numel() for gradient in gradients]
-        flat = torch.zeros(sum(sizes))
+        flat = torch.zeros(sum(sizes), device=gradients[0].device)
         for name, view in zip(names, flat.split(sizes), strict=True):
-            view.copy_(self._memory.residual(name, view.numel()))
+            view.copy_(self._memory.residual(name, view.numel(), flat.device))
             self._memory.residuals[name] = view
         moved = set(names)
         self._flat = {others: one for others, one in self._flat.items() if not moved & set(others)}
@@ -209,11 +226,14 @@ class Averager:
         return flat
 
 
-def share_of(weight: float, carrier: Carrier) -> float:
-    """Collective: this rank's weight by the sum of all. Raises InvalidArgument, on every rank, for a sum of 0."""
+def share_of(weight: float, carrier: Carrier, device: torch.device = CPU) -> float:
+    """Collective: this rank's weight by the sum of all. Raises InvalidArgument, on every rank, for a sum of 0.
+
+    `device`: of the tensors that the carrier takes.
+    """
     if not weight >= 0:
         weight = float("nan")  # all ranks hear of it
-    total = torch.tensor([weight], dtype=torch.float64)
+    total = torch.tensor([weight], dtype=torch.float64, device=device)
     carrier.all_reduce(total)
     if not 0 < float(total) < float("inf"):
         raise InvalidArgument(
@@ -237,19 +257,22 @@ def sync_gradients(
     another rank has one, and stay without where none has. `compression`: residuals are kept as long as the first
     parameter lives; an Averager, the same in every step, keeps them where you can save them. `weight`: of this rank's
     gradients, such as its number of samples or tokens; zero is allowed. Buckets of about `bucket_bytes` travel one
-    after the other. Any backend for the CPU. Raises InvalidArgument for gradients that are sparse or of other
-    dtypes than float32, float16 and bfloat16, before anything is sent; and on every rank if the weights' sum is not
-    positive.
+    after the other. Any backend for the CPU, pycomm's for GPUs. Raises InvalidArgument for gradients that are sparse,
+    of other dtypes than float32, float16 and bfloat16, or on several devices, before anything is sent; and on every
+    rank if the weights' sum is not positive.
     """
-    carrier = carrier_of(group)
     named = [
         entry if isinstance(entry, tuple) else (str(i), entry) for i, entry in enumerate(parameters)
     ]
     chosen = [parameter for _, parameter in named]
+    device = chosen[0].device if chosen else CPU
+    carrier = carrier_of(group, device)
     for parameter in chosen:
-        _check(parameter)
-    share = None if weight is None else share_of(weight, carrier)
-    present = torch.tensor([parameter.grad is not None for parameter in chosen], dtype=torch.uint8)
+        _check(parameter, device)
+    share = None if weight is None else share_of(weight, carrier, device)
+    present = torch.tensor(
+        [parameter.grad is not None for parameter in chosen], dtype=torch.uint8, device=device
+    )
     carrier.all_reduce(present, "max")
     used = [p for p, there in zip(chosen, present.tolist(), strict=True) if there]
     averager = _averager_of(compression, named)
@@ -284,7 +307,12 @@ def _averager_of(
     return averager
 
 
-def _check(parameter: torch.Tensor) -> None:
+def _check(parameter: torch.Tensor, device: torch.device) -> None:
+    if parameter.device != device:
+        raise InvalidArgument(
+            f"a parameter of shape {list(parameter.shape)} is on {parameter.device}, the first one on {device}; "
+            "average those of each device by a call of its own"
+        )
     gradient = parameter.grad
     if gradient is None:
         return

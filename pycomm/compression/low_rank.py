@@ -60,14 +60,14 @@ class PowerSGD(Reduced):
     def _exchange(self, ranks: Ranks, opened: Sequence[Opened], memory: Memory) -> None:
         """See Reduced. Two all_reduces."""
         matrices = [one.flat.view(_shape(one.gradient)) for one in opened]
-        left, ps = self._pack([len(matrix) for matrix in matrices], len(opened))
+        left, ps = self._pack(opened, [len(matrix) for matrix in matrices], len(opened))
         used = left[-len(opened) :]
         used.copy_(torch.tensor([not one.is_zero for one in opened]))
         for one, matrix, p in zip(opened, matrices, ps, strict=True):
-            p.copy_(matrix @ self._basis(one.name, matrix.shape[1], memory))
+            p.copy_(matrix @ self._basis(one.name, matrix.shape[1], memory).to(matrix.device))
         ranks.all_reduce(left)
         columns = [_orthonormal(p) if bool(p.isfinite().all()) else p for p in ps]
-        right, qs = self._pack([matrix.shape[1] for matrix in matrices])
+        right, qs = self._pack(opened, [matrix.shape[1] for matrix in matrices])
         for matrix, p, q in zip(matrices, columns, qs, strict=True):
             q.copy_(matrix.t() @ p)
         ranks.all_reduce(right)
@@ -86,11 +86,11 @@ class PowerSGD(Reduced):
         wire_bytes = 4 * self.rank * sum(matrix.shape)
         if not bool(matrix.isfinite().all()):
             return torch.full_like(values, torch.nan), wire_bytes
-        p = _orthonormal(matrix @ self._basis(name, matrix.shape[1], memory))
+        p = _orthonormal(matrix @ self._basis(name, matrix.shape[1], memory).to(matrix.device))
         return (p @ (p.t() @ matrix)).view(values.shape), wire_bytes
 
     def _pack(
-        self, heights: Sequence[int], more: int = 0
+        self, opened: Sequence[Opened], heights: Sequence[int], more: int = 0
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """One tensor that travels, with views for matrices of `rank` columns, and for some values more at its end.
 
@@ -98,7 +98,7 @@ class PowerSGD(Reduced):
         bucket that a parameter is in.
         """
         sizes = [height * self.rank for height in heights]
-        packed = torch.empty(sum(sizes) + more)
+        packed = opened[0].flat.new_empty(sum(sizes) + more)
         parts = packed[: sum(sizes)].split(sizes)
         return packed, [part.view(-1, self.rank) for part in parts]
 
@@ -127,7 +127,7 @@ class PowerSGD(Reduced):
         if not bool(weak.any()):
             return basis.contiguous()
         scale = float(lengths.max()) or 1.0
-        fresh = self._first_basis(name, len(q)) * scale
+        fresh = self._first_basis(name, len(q)).to(q.device) * scale
         return _orthonormal(torch.where(weak, fresh, q))
 
     def _finish(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from pycomm.backend import CPU
 from pycomm.compression.codecs import Compressor
 
 if TYPE_CHECKING:
@@ -22,11 +23,12 @@ class Memory:
     residuals: dict[str, torch.Tensor] = field(default_factory=dict)
     bases: dict[str, torch.Tensor] = field(default_factory=dict)  # of PowerSGD
 
-    def residual(self, name: str, count: int) -> torch.Tensor:
-        """A parameter's; zeros if there is none of this size."""
+    def residual(self, name: str, count: int, device: torch.device = CPU) -> torch.Tensor:
+        """A parameter's, on this device from now on; zeros if there is none of this size."""
         found = self.residuals.get(name)
         if found is None or found.numel() != count:
-            found = self.residuals[name] = torch.zeros(count)
+            found = torch.zeros(count, device=device)
+        self.residuals[name] = found = found.to(device)
         return found
 
 
@@ -90,7 +92,9 @@ class Reduced(Compressor):
             out = None if self.apart else flat
             by, scale = (torch.div, world_size) if share is None else (torch.mul, share)
             flat = by(flat, scale, out=out)
-            residual = memory.residual(name, flat.numel()) if self.error_feedback else None
+            residual = (
+                memory.residual(name, flat.numel(), flat.device) if self.error_feedback else None
+            )
             if residual is not None:
                 flat.add_(residual)
             is_zero = float(low) == 0 == float(high)

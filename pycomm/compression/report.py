@@ -60,11 +60,12 @@ def _encoded(
 ) -> Layer:
     codec, count = encoding.codec, gradient.numel()
     wire = torch.empty(count * codec.value_bytes, dtype=torch.uint8)
+    gradient = gradient.contiguous().flatten().cpu()
     counts = core.transcode(
         codec,
         count,
-        inputs=[gradient.contiguous().flatten()],
-        residual=None if residual is None else residual.clone(),
+        inputs=[gradient],
+        residual=None if residual is None else residual.to("cpu", copy=True),
         encoded=(wire, torch.empty(codec.scales(count))),
     )
     return Layer(

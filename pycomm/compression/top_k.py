@@ -81,7 +81,7 @@ def _index_dtype(count: int) -> torch.dtype:
 def largest(values: torch.Tensor, count: int) -> torch.Tensor:
     """The indices of so many values of largest magnitude; of equals the lower ones. NaN is as large as infinity."""
     if count == values.numel():
-        return torch.arange(count)
+        return torch.arange(count, device=values.device)
     magnitudes = values.abs()
     if not bool(magnitudes.aminmax().max.isfinite()):
         magnitudes.nan_to_num_(nan=math.inf, posinf=math.inf)
@@ -138,9 +138,8 @@ class _Selection:
         dtype = _index_dtype(max(one.flat.numel() for one in opened))
         count, parameters = sum(map(len, chosen)), len(opened)
         length = count * (dtype.itemsize + 4) + parameters
-        wire = torch.zeros(
-            -(-length // 8) * 8, dtype=torch.uint8
-        )  # the next rank's is aligned, too
+        padded = -(-length // 8) * 8  # the next rank's is aligned, too
+        wire = torch.zeros(padded, dtype=torch.uint8, device=opened[0].flat.device)
         own = _Selection.over(wire, count, parameters, dtype)
         own.indices.copy_(torch.cat(list(chosen)))
         picked = [one.flat[indices] for one, indices in zip(opened, chosen, strict=True)]
@@ -150,7 +149,7 @@ class _Selection:
 
     def gather(self, ranks: Ranks) -> list[_Selection]:
         """Collective: every rank's."""
-        wires = torch.empty(ranks.world_size, len(self.wire), dtype=torch.uint8)
+        wires = self.wire.new_empty(ranks.world_size, len(self.wire))
         ranks.all_gather_single(wires, self.wire)
         count, parameters = len(self.values), len(self.used)
         return [_Selection.over(wire, count, parameters, self.indices.dtype) for wire in wires]

@@ -57,7 +57,8 @@ struct Fault {
   int value = 0;
 };
 std::mutex faults_mutex;
-std::map<std::string, Fault> faults;
+// Outlives static destruction: threads that hang look at it.
+std::map<std::string, Fault>& faults = *new std::map<std::string, Fault>;
 
 bool fault(const std::string& what, int at = 0, int* value = nullptr) {
   std::lock_guard<std::mutex> lock(faults_mutex);
@@ -590,7 +591,14 @@ Result start(ncclComm* comm, bool blocking, std::function<Result()> job) {
 }
 
 ncclComm* make(const std::string& path, int rank, int world, bool blocking) {
+  // Never freed: its jobs may still be in streams.
+  static std::mutex all_mutex;
+  static auto* const all = new std::vector<ncclComm*>;
   auto* comm = new ncclComm;
+  {
+    std::lock_guard<std::mutex> lock(all_mutex);
+    all->push_back(comm);
+  }
   comm->path = path;
   comm->rank = rank;
   comm->world = world;
@@ -849,6 +857,10 @@ API int cudaPointerGetAttributes(PointerAttributes* attributes, const void* poin
     attributes->device = place.device;
     if (place.device < 0) attributes->type = MemoryType::kUnregistered;
   }
+  return kCudaSuccess;
+}
+API int cudaLaunchHostFunc(Stream stream, void (*function)(void*), void* data) {
+  stream_of(stream)->add([function, data] { function(data); });
   return kCudaSuccess;
 }
 API int cudaGetLastError() { return kCudaSuccess; }
