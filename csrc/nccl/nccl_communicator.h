@@ -126,6 +126,7 @@ class NcclCommunicator : public Communicator {
     char* host_scratch = nullptr;
     char* wire = nullptr;  // on the device: encoded values
     int64_t wire_bytes = 0;
+    std::vector<char*> graph_wires;  // the same, of each captured operation
     int device = 0;
   };
   struct Call {  // exactly one of them

@@ -348,6 +348,7 @@ void NcclCommunicator::free_lane(Lane& lane) {
   cuda_->stream_destroy(lane.stream);
   cuda_->stream_destroy(lane.transfers);
   cuda_->free(lane.wire);
+  for (char* wire : lane.graph_wires) cuda_->free(wire);
   cuda_->free(lane.scratch);
   cuda_->free_host(lane.host_scratch);
 }
