@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @cache
 def _allocator() -> Any:
     """Kept for the process's life: pools do not own it in every version of torch."""
-    return torch.cuda.memory.CUDAPluggableAllocator(core.__file__, *core.nccl_pool_functions)
+    return torch.cuda.memory.CUDAPluggableAllocator(str(core.__file__), *core.nccl_pool_functions)
 
 
 def gpu_pool() -> torch.cuda.MemPool:
@@ -91,7 +91,7 @@ def register_pool(
 
 
 def segments_of(pool: torch.cuda.MemPool) -> list[tuple[int, int, int]]:
-    """(address, bytes, device) of each of a pool's segments, the oldest first, which is alike on ranks that act alike."""
+    """(address, bytes, device) of a pool's segments, the oldest first: an order that ranks have in common."""
     in_pool = {int(one["address"]) for one in pool.snapshot()}
     segments = [one for one in core.nccl_segments() if one[0] in in_pool]
     if len(segments) < len(in_pool):

@@ -1,7 +1,7 @@
 """Memory from ncclMemAlloc for torch's pools, and its registration, over the fake NCCL.
 
-A pool itself needs a driver: a stand-in says which segments are its own, and the two functions that torch would call are
-called by name.
+A pool itself needs a driver: a stand-in says which segments are its own, and the two functions that torch would call
+are called by name.
 """
 
 from __future__ import annotations
@@ -185,7 +185,9 @@ def test_torch_takes_the_functions() -> None:
     """By their names, from the compiled module; and without a GPU a pool is refused in words."""
     if not hasattr(torch._C, "_cuda_customAllocator"):
         pytest.skip("this torch was built without CUDA")
-    allocator = torch.cuda.memory.CUDAPluggableAllocator(core.__file__, *core.nccl_pool_functions)
+    allocator = torch.cuda.memory.CUDAPluggableAllocator(
+        str(core.__file__), *core.nccl_pool_functions
+    )
     assert "Allocator" in type(allocator.allocator()).__name__
     if not torch.cuda.is_available():
         with pytest.raises(pycomm.Error, match=r"driver|device"):
