@@ -10,11 +10,13 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "bindings.h"
 #include "nccl/nccl_communicator.h"
+#include "nccl/nccl_memory.h"
 
 namespace py = pybind11;
 
@@ -256,16 +258,12 @@ void bind_settings(py::module_& m) {
            arg("heartbeat") = milliseconds(1000), arg("abort_limit") = milliseconds(5000));
 }
 
-// Registered memory, given back when it is closed or goes.
-struct Registration {
-  std::shared_ptr<void> handle;
-};
-
 void bind_class(py::module_& m) {
   using py::arg;
   using Release = py::call_guard<py::gil_scoped_release>;
-  py::class_<Registration>(m, "NcclRegistration", "Memory that NCCL uses in place.")
-      .def("close", [](Registration& self) { self.handle.reset(); }, Release());
+  py::class_<nccl::Registration, std::shared_ptr<nccl::Registration>>(
+      m, "NcclRegistration", "Memory that NCCL uses in place, until this is closed or goes.")
+      .def("close", &nccl::Registration::undo, Release());
   py::class_<NcclCommunicator, Communicator, std::shared_ptr<NcclCommunicator>>(
       m, "NcclCommunicator",
       "Collectives and messages on GPU tensors, through NCCL, with the methods and errors of "
@@ -331,19 +329,39 @@ void bind_class(py::module_& m) {
       .def(
           "register_buffer",
           [](NcclCommunicator& self, uintptr_t data, int64_t bytes, int device) {
-            return Registration{self.register_buffer(reinterpret_cast<void*>(data), bytes, device)};
+            return self.register_buffer(reinterpret_cast<void*>(data), bytes, device);
           },
           arg("data"), arg("bytes"), arg("device") = -1, Release())
       .def(
           "register_window",
           [](NcclCommunicator& self, uintptr_t data, int64_t bytes, int device, bool symmetric) {
-            return Registration{
-                self.register_window(reinterpret_cast<void*>(data), bytes, device, symmetric)};
+            return self.register_window(reinterpret_cast<void*>(data), bytes, device, symmetric);
           },
           arg("data"), arg("bytes"), arg("device") = -1, arg("symmetric") = true, Release(),
           "Collective.")
       .def("_comm_state", &NcclCommunicator::comm_state, arg("device"))
       .def("_abandon", &NcclCommunicator::abandon, Release());
+}
+
+// Of torch's memory pools, which come to it by the names of two functions in this library.
+void bind_memory(py::module_& m) {
+  using nccl::NcclMemory;
+  m.attr("nccl_pool_functions") = py::make_tuple("pycomm_nccl_allocate", "pycomm_nccl_free");
+  m.def(
+      "serve_nccl_pools", [](const PyNccl& api) { NcclMemory::instance().serve_pools(api.apis()); },
+      py::arg("api"), "Whose ncclMemAlloc the functions of nccl_pool_functions call.");
+  m.def(
+      "nccl_segments",
+      [] {
+        std::vector<std::tuple<uintptr_t, int64_t, int>> segments;
+        for (const NcclMemory::Segment& one : NcclMemory::instance().segments())
+          segments.emplace_back(reinterpret_cast<uintptr_t>(one.data), one.bytes, one.device);
+        return segments;
+      },
+      "[(address, bytes, device)] of this process's memory from ncclMemAlloc, the oldest first.");
+  m.def(
+      "nccl_pool_failure", [] { return NcclMemory::instance().last_failure(); },
+      "Why a pool got no memory, which torch calls out of memory; empty if it always did.");
 }
 
 }  // namespace
@@ -353,6 +371,7 @@ void bind_nccl(py::module_& m) {
   bind_api(m);
   bind_settings(m);
   bind_class(m);
+  bind_memory(m);
   m.def(
       "set_stream_source",
       [](const py::function& source) {

@@ -20,6 +20,7 @@ from pycomm.errors import (
 )
 from pycomm.extension import core as _core_module
 from pycomm.flight import stats
+from pycomm.gpu_memory import gpu_pool, register_pool
 from pycomm.memory import empty
 from pycomm.recovery import shrink
 from pycomm.rendezvous import create_communicator
@@ -44,6 +45,8 @@ __all__ = [
     "create_communicator",
     "empty",
     "get_communicator",
+    "gpu_pool",
+    "register_pool",
     "shrink",
     "stats",
     "sync_gradients",

@@ -5,6 +5,7 @@ The fake NCCL moves the bytes and the CPU encodes, in the order of the fake's st
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -274,6 +275,34 @@ def test_asynchronous_ones_and_others_take_turns(tmp_path: Path) -> None:
     for tensors in on_gpus(2, worker, tmp_path):
         for index, t in enumerate(tensors):
             assert torch.equal(t, torch.full((3000,), 1.0 + 2 * index))
+
+
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot", "ring"])
+def test_graphs(algorithm: str, tmp_path: Path) -> None:
+    """Captured on both kinds of stream; a larger one in between, which takes new memory, disturbs no graph."""
+
+    def worker(fake: Fake, comm: Any) -> Any:
+        comm.connect()
+        codec, stream = core.Codec("fp32"), ctypes.c_void_p(fake.stream)
+        t, u, larger = torch.ones(3000), torch.full((5000,), 0.5), torch.ones(9000)
+        options = {"algorithm": algorithm}
+        fake.calls.fake_begin_capture(stream)
+        comm.compressed_all_reduce([t], codec, **options)
+        comm.compressed_all_reduce([u], codec, async_op=True, **options).wait()
+        listed = attempt(lambda: comm.compressed_all_reduce([t, u], codec, **options))
+        graph = ctypes.c_void_p(fake.calls.fake_end_capture(stream))
+        captured = t[0].item(), u[0].item()
+        for _ in range(3):
+            fake.calls.fake_launch_graph(graph, stream)
+            comm.compressed_all_reduce([larger], codec, **options)
+        fake.synchronize()
+        return captured, [x.unique().tolist() for x in (t, u, larger)], listed
+
+    for captured, values, listed in on_gpus(2, worker, tmp_path):
+        assert captured == (1.0, 0.5)
+        assert values == [[8.0], [4.0], [8.0]]
+        assert isinstance(listed, Refused)
+        assert "cannot be captured into a graph" in listed.message
 
 
 @pytest.mark.parametrize("check", ["off", "late", "full"])

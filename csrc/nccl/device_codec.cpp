@@ -26,7 +26,10 @@ class HostCodec : public DeviceCodec {
 
   void run(const TranscodeCall& call, const std::vector<FloatSpan>& tensors,
            Stream stream) override {
-    auto* job = new Job{call, {call.wires, call.wires + call.num_wires}, tensors};
+    auto* job = new Job{call, {call.wires, call.wires + call.num_wires}, tensors, nullptr};
+    int capturing = kCaptureNone;
+    cuda_->check(cuda_->stream_is_capturing(stream, &capturing), "cudaStreamIsCapturing");
+    if (capturing == kCaptureNone) job->once.reset(job);
     cuda_->check(cuda_->launch_host_func(stream, &run_job, job), "cudaLaunchHostFunc");
   }
 
@@ -35,9 +38,11 @@ class HostCodec : public DeviceCodec {
     TranscodeCall call;
     std::vector<Wire> wires;
     std::vector<FloatSpan> tensors;
+    std::unique_ptr<Job> once;  // itself; a graph's job is run again and again, and stays
   };
   static void run_job(void* pointer) {
-    const std::unique_ptr<Job> job(static_cast<Job*>(pointer));
+    auto* const job = static_cast<Job*>(pointer);
+    const std::unique_ptr<Job> once = std::move(job->once);
     job->call.wires = job->wires.data();
     if (job->call.inputs) job->call.inputs = job->tensors.data();
     if (job->call.outputs) job->call.outputs = job->tensors.data();

@@ -432,6 +432,7 @@ void NcclCommunicator::shutdown() {
       if (!work->wait(Milliseconds(1))) watch();
       reap();
     }
+    undo_registrations();
     // In the order of their making, which is the same on all ranks.
     if (!failed_)
       for (auto& [device, lane] : lanes_)

@@ -24,6 +24,7 @@
 #include "nccl_api.h"
 #include "nccl_settings.h"
 #include "nccl_work.h"
+#include "registration.h"
 
 namespace pycomm::nccl {
 
@@ -99,9 +100,10 @@ class NcclCommunicator : public Communicator {
                                                 NcclSettings settings, int device, int growth);
 
   // Memory that NCCL may use in place. What is returned undoes it.
-  std::shared_ptr<void> register_buffer(void* data, int64_t bytes, int device);
+  std::shared_ptr<Registration> register_buffer(void* data, int64_t bytes, int device);
   // Collective: a window, which all ranks register with equal sizes.
-  std::shared_ptr<void> register_window(void* data, int64_t bytes, int device, bool symmetric);
+  std::shared_ptr<Registration> register_window(void* data, int64_t bytes, int device,
+                                                bool symmetric);
 
   // Called by the watchdog. Returns when it wants to be called again.
   NcclWork::Clock::time_point tick();
@@ -124,6 +126,7 @@ class NcclCommunicator : public Communicator {
     char* host_scratch = nullptr;
     char* wire = nullptr;  // on the device: encoded values
     int64_t wire_bytes = 0;
+    std::vector<char*> graph_wires;  // the same, of each captured operation
     int device = 0;
   };
   struct Call {  // exactly one of them
@@ -188,6 +191,10 @@ class NcclCommunicator : public Communicator {
   void stop_lanes();
   void end_lanes();
   void free_lane(Lane& lane);
+  std::shared_ptr<Registration> enter(const void* data, const std::shared_ptr<CommHandle>& comm,
+                                      std::function<void(Comm)> undo);
+  void undo_registrations();
+  void compare_windows(int64_t bytes, bool symmetric, const std::string& what);
 
   // nccl_diagnosis.cpp: what became of an operation
   void check_entry();
@@ -220,6 +227,8 @@ class NcclCommunicator : public Communicator {
   std::atomic<bool> failed_{false}, closing_{false};
   std::atomic<uint64_t> sequence_{0};
   std::atomic<int> lanes_begun_{0};
+  std::vector<std::weak_ptr<Registration>> registrations_;
+  int windows_ = 0;   // registered so far, equal on all ranks
   int children_ = 0;  // splits, shrinks and growths so far, equal on all ranks
   std::vector<char> ring_;
   std::string farewell_;

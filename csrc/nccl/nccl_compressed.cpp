@@ -78,14 +78,20 @@ void NcclCommunicator::recv(const Compressed& job, void* data, int64_t bytes, in
         job.what, comm);
 }
 
-// The device's memory for encoded values, of at least so many bytes.
+// The device's memory for encoded values, of at least so many bytes. What is captured has its own,
+// since a graph runs in no order with other operations, and as often as it is launched.
 char* NcclCommunicator::wire_memory(Lane& lane, int64_t bytes, bool capturing) {
-  if (lane.wire_bytes >= bytes) return lane.wire;
-  PYCOMM_CHECK(!capturing, kInvalidArgument, "rank ", rank(),
-               ": a compressed all_reduce takes memory when it is first called; call it once "
-               "before a graph is captured");
+  if (!capturing && lane.wire_bytes >= bytes) return lane.wire;
   void* memory = nullptr;
-  cuda_->check(cuda_->malloc(&memory, static_cast<size_t>(bytes)), "cudaMalloc");
+  int mode = kCaptureModeRelaxed;  // in which memory may be taken meanwhile
+  cuda_->check(cuda_->exchange_capture_mode(&mode), "cudaThreadExchangeStreamCaptureMode");
+  const int result = cuda_->malloc(&memory, static_cast<size_t>(bytes));
+  cuda_->exchange_capture_mode(&mode);
+  cuda_->check(result, "cudaMalloc");
+  if (capturing) {
+    lane.graph_wires.push_back(static_cast<char*>(memory));
+    return lane.graph_wires.back();
+  }
   if (lane.wire) cuda_->check(cuda_->free(lane.wire), "cudaFree");  // which waits for its users
   lane.wire = static_cast<char*>(memory);
   lane.wire_bytes = bytes;
@@ -97,6 +103,8 @@ void NcclCommunicator::issue_compressed(const Request& request, Lane& lane, Stre
                                         const Watch& watch) {
   const Compression& compression = *request.compression;
   if (request.count == 0) return;
+  PYCOMM_CHECK(!capturing || compression.tensors.size() == 1, kInvalidArgument, what,
+               ": a list of tensors cannot be captured into a graph; pass one tensor");
   const Encoder encoder(compression, false, [&](const TranscodeCall& call) {
     codec_->run(call, compression.tensors, stream);
   });

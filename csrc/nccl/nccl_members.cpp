@@ -7,6 +7,7 @@
 #include "../interrupt.h"
 #include "left_alone.h"
 #include "nccl_communicator.h"
+#include "nccl_memory.h"
 #include "watchdog.h"
 
 namespace pycomm::nccl {
@@ -347,6 +348,7 @@ void NcclCommunicator::free_lane(Lane& lane) {
   cuda_->stream_destroy(lane.stream);
   cuda_->stream_destroy(lane.transfers);
   cuda_->free(lane.wire);
+  for (char* wire : lane.graph_wires) cuda_->free(wire);
   cuda_->free(lane.scratch);
   cuda_->free_host(lane.host_scratch);
 }
@@ -363,13 +365,41 @@ std::string NcclCommunicator::comm_state(int device) const {
 
 std::shared_ptr<void> NcclCommunicator::allocate(int64_t bytes) {
   check_process();
-  void* data = nullptr;
-  api_->check(api_->mem_alloc(&data, static_cast<size_t>(bytes)),
-              concat("rank ", rank(), ": allocating ", bytes, " bytes with ncclMemAlloc"));
-  return {data, [api = api_](void* used) { api->mem_free(used); }};
+  auto& memory = NcclMemory::instance();
+  void* const data =
+      memory.allocate({api_, cuda_}, bytes, default_device(), concat("rank ", rank()));
+  return {data, [&memory](void* used) { memory.free(used); }};
 }
 
-std::shared_ptr<void> NcclCommunicator::register_buffer(void* data, int64_t bytes, int device) {
+// It is undone with the memory, or before NCCL's communicator ends, if its owner has not done so.
+std::shared_ptr<Registration> NcclCommunicator::enter(const void* data,
+                                                      const std::shared_ptr<CommHandle>& comm,
+                                                      std::function<void(Comm)> undo) {
+  auto made = std::make_shared<Registration>([comm, undo = std::move(undo)] {
+    const auto use = comm->use();
+    if (comm->get()) undo(comm->get());
+  });
+  NcclMemory::instance().note(data, made);
+  std::lock_guard<std::mutex> lock(mutex_);
+  registrations_.erase(std::remove_if(registrations_.begin(), registrations_.end(),
+                                      [](const auto& one) { return one.expired(); }),
+                       registrations_.end());
+  registrations_.push_back(made);
+  return made;
+}
+
+void NcclCommunicator::undo_registrations() {
+  std::vector<std::weak_ptr<Registration>> all;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    all.swap(registrations_);
+  }
+  for (const auto& weak : all)
+    if (const auto registration = weak.lock()) registration->undo();
+}
+
+std::shared_ptr<Registration> NcclCommunicator::register_buffer(void* data, int64_t bytes,
+                                                                int device) {
   check_process();
   std::lock_guard<std::recursive_mutex> lock(launching_);
   check_entry();
@@ -379,13 +409,49 @@ std::shared_ptr<void> NcclCommunicator::register_buffer(void* data, int64_t byte
   void* handle = nullptr;
   api_->check(api_->comm_register(comm->get(), data, static_cast<size_t>(bytes), &handle),
               concat("rank ", rank(), ": registering ", bytes, " bytes"), comm->get());
-  return {handle, [api = api_, comm](void* registered) {
-            if (comm->get()) api->comm_deregister(comm->get(), registered);
-          }};
+  return enter(data, comm,
+               [api = api_, handle](Comm entered) { api->comm_deregister(entered, handle); });
 }
 
-std::shared_ptr<void> NcclCommunicator::register_window(void* data, int64_t bytes, int device,
-                                                        bool symmetric) {
+// That all ranks come, with equal sizes: NCCL would wait for them, or go on with what is not there.
+void NcclCommunicator::compare_windows(int64_t bytes, bool symmetric, const std::string& what) {
+  const std::string prefix = concat("window/", windows_++, "/");
+  const std::string mine = concat(bytes, symmetric ? " bytes, symmetric" : " bytes");
+  board_->set(concat(prefix, rank()), mine);
+  std::vector<std::string> all(static_cast<size_t>(world_size()));
+  const auto late = [&] {
+    std::string missing;
+    int first = -1;
+    for (int peer = 0; peer < world_size(); ++peer) {
+      if (!all[static_cast<size_t>(peer)].empty()) continue;
+      missing += concat(missing.empty() ? "" : ", ", "rank ", peer);
+      first = first < 0 ? peer : first;
+    }
+    throw Error(ErrorKind::kTimeout,
+                concat(what, " exceeded its timeout of ", timeout().count(),
+                       " ms; not there yet: ", missing, ". All ranks must register it."),
+                {Cause::kTimeout, first});
+  };
+  const Watch watch = watch_until(Clock::now() + timeout(), late);
+  for (int peer = 0; peer < world_size(); ++peer) {
+    auto& theirs = all[static_cast<size_t>(peer)];
+    for (;;) {
+      theirs = board_->get(concat(prefix, peer)).value_or("");
+      if (!theirs.empty()) break;
+      watch();
+      std::this_thread::sleep_for(kLook);
+    }
+  }
+  std::string texts;
+  for (int peer = 0; peer < world_size(); ++peer)
+    texts += concat(peer == 0 ? "rank " : ", rank ", peer, ": ", all[static_cast<size_t>(peer)]);
+  for (const std::string& theirs : all)
+    PYCOMM_CHECK(theirs == mine, kMismatch, what, ": ranks disagree: ", texts,
+                 ". A window must be equally long on all ranks.");
+}
+
+std::shared_ptr<Registration> NcclCommunicator::register_window(void* data, int64_t bytes,
+                                                                int device, bool symmetric) {
   check_process();
   std::lock_guard<std::recursive_mutex> lock(launching_);
   check_entry();
@@ -396,6 +462,7 @@ std::shared_ptr<void> NcclCommunicator::register_window(void* data, int64_t byte
                "; allocate it by ncclMemAlloc");
   const int on = device < 0 ? default_device() : device;
   const DeviceGuard guard(*cuda_, on);
+  compare_windows(bytes, symmetric, what);
   const auto comm = lane_on(on).comm;
   const auto place = std::make_shared<Window>(nullptr);
   const Watch watch =
@@ -404,9 +471,8 @@ std::shared_ptr<void> NcclCommunicator::register_window(void* data, int64_t byte
       api_->comm_window_register(comm->get(), data, static_cast<size_t>(bytes), place.get(),
                                  symmetric ? kWindowSymmetric : kWindowDefault),
       what, watch);
-  return {*place, [api = api_, comm](Window window) {
-            if (comm->get()) api->comm_window_deregister(comm->get(), window);
-          }};
+  return enter(data, comm,
+               [api = api_, place](Comm entered) { api->comm_window_deregister(entered, *place); });
 }
 
 }  // namespace pycomm::nccl

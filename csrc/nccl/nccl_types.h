@@ -92,7 +92,7 @@ inline constexpr int kCudaErrorNotReady = 600;
 inline constexpr unsigned kStreamNonBlocking = 1, kEventDisableTiming = 2;
 inline constexpr int kMemcpyDefault = 4;  // the direction follows from the addresses
 inline constexpr int kCaptureNone = 0;
-inline constexpr int kCaptureModeThreadLocal = 1;
+inline constexpr int kCaptureModeThreadLocal = 1, kCaptureModeRelaxed = 2;
 
 enum class MemoryType : int { kUnregistered = 0, kHost = 1, kDevice = 2, kManaged = 3 };
 

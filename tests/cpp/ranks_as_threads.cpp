@@ -714,10 +714,14 @@ void mismatches() {
   };
   for (int turn = 0; turn < 4; ++turn)
     for (const Change& change : changes)
-      for (const bool async : {false, true})
+      for (const bool async : {false, true}) {
+        // A rank that has not seen the barrier's end yet would be told of the mismatch there.
+        std::atomic<int> past_barrier{0};
         on_ranks(4, small_slots(Choice::kNever), kPatient, [&](ShmCommunicator& communicator) {
           std::vector<float> input(3000, 1), output(3000);
           communicator.run(Request{});
+          ++past_barrier;
+          while (past_barrier != 4) std::this_thread::yield();
           Request request = request_of(Operation::kAllReduce, DType::kFloat32, 3000);
           request.input = input.data();
           request.output = output.data();
@@ -732,6 +736,7 @@ void mismatches() {
           check_throws(ErrorKind::kAborted, "ended before", where + ", the call after",
                        [&] { communicator.run(Request{}); });
         });
+      }
 }
 
 // One rank has or expects another count than its peer; everybody notices, whoever the two are.

@@ -51,7 +51,7 @@ void pause_a_little() { std::this_thread::sleep_for(std::chrono::microseconds(20
 
 // what: init_hang, init_error, in_progress (value polls after each call), enqueue_error,
 // async_error (the kernel hangs, and the communicator says `value`), kernel_hang, abort_hang,
-// split_error, finalize_hang. `at` counts groups of calls from 1; 0: any.
+// split_error, finalize_hang, alloc_error. `at` counts groups of calls from 1; 0: any.
 struct Fault {
   int at = 0;
   int value = 0;
@@ -619,6 +619,21 @@ Result begin(ncclComm* comm, ncclComm** place) {
   });
 }
 
+// How often the memory at an address is registered, in all communicators.
+std::mutex registered_mutex;
+std::map<const void*, int>& registered = *new std::map<const void*, int>;
+
+void count_registered(ncclComm* comm, const void* data, int more) {
+  std::lock_guard<std::mutex> lock(registered_mutex);
+  comm->registered += more;
+  registered[data] += more;
+}
+bool is_registered(const void* data) {
+  std::lock_guard<std::mutex> lock(registered_mutex);
+  const auto found = registered.find(data);
+  return found != registered.end() && found->second > 0;
+}
+
 bool is_valid(const Config* config) {
   const char* text = std::getenv("FAKE_NCCL_VERSION");
   const auto version = static_cast<unsigned>(text ? std::atoi(text) : 23007);
@@ -730,30 +745,36 @@ API Result ncclCommUserRank(ncclComm* comm, int* rank) {
   return Result::kSuccess;
 }
 API Result ncclCommRegister(ncclComm* comm, void* data, size_t, void** handle) {
-  ++comm->registered;
+  count_registered(comm, data, 1);
   *handle = data;
   return Result::kSuccess;
 }
-API Result ncclCommDeregister(ncclComm* comm, void*) {
-  --comm->registered;
+API Result ncclCommDeregister(ncclComm* comm, void* handle) {
+  count_registered(comm, handle, -1);
   return Result::kSuccess;
 }
 API Result ncclCommWindowRegister(ncclComm* comm, void* data, size_t, Window* window, int) {
-  ++comm->registered;
+  count_registered(comm, data, 1);
   return start(comm, comm->blocking, [=] {
     *window = static_cast<Window>(data);
     return comm->barrier() ? Result::kSuccess : Result::kInternalError;
   });
 }
-API Result ncclCommWindowDeregister(ncclComm* comm, Window) {
-  --comm->registered;
+API Result ncclCommWindowDeregister(ncclComm* comm, Window window) {
+  count_registered(comm, window, -1);
   return Result::kSuccess;
 }
 API Result ncclMemAlloc(void** data, size_t bytes) {
+  int value = 0;
+  if (fault("alloc_error", 0, &value)) return refuse(static_cast<Result>(value), "planted");
   *data = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
   return Result::kSuccess;
 }
 API Result ncclMemFree(void* data) {
+  if (is_registered(data)) {
+    std::fprintf(stderr, "the fake NCCL: memory is freed while it is registered\n");
+    std::abort();
+  }
   std::free(data);
   return Result::kSuccess;
 }
