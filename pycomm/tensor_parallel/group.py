@@ -57,8 +57,8 @@ class Group:
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            "a tensor parallel module cannot be pickled, since its process group cannot; save its state_dict(), or "
-            "gather_state_dict(module), which has whole tensors"
+            "a tensor parallel module cannot be pickled, since its process group cannot; save its state_dict(), with "
+            "torch.distributed.checkpoint"
         )
 
     def __repr__(self) -> str:

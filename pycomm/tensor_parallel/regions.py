@@ -29,7 +29,8 @@ from pycomm.errors import InvalidArgument
 from pycomm.tensor_parallel.group import Group, GroupLike, group_of
 from pycomm.tensor_parallel.layout import split_counts
 
-_outside_graphs = torch.compiler.disable(reason="pycomm communicates outside of compiled graphs")
+REASON = "pycomm communicates outside of compiled graphs"
+_outside_graphs = torch.compiler.disable(reason=REASON)
 
 
 @_outside_graphs
