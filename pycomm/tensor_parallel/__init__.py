@@ -1,5 +1,27 @@
-"""Layers split over ranks."""
+"""Layers of one model split over the ranks of a group, and equal to the whole ones.
 
+:class:`ColumnParallelLinear` and its fellows take torch's arguments, or a layer that exists, the same on all ranks:
+
+    torch.manual_seed(0)
+    up = ColumnParallelLinear(512, 2048, gather_output=False)
+    down = RowParallelLinear.from_linear(linear, input_is_parallel=True)
+
+Initial weights, outputs and gradients are those of the unsharded layers, for any sizes and numbers of ranks;
+:mod:`regions` says what travels.
+"""
+
+from pycomm.tensor_parallel.attention import ParallelMultiheadAttention
+from pycomm.tensor_parallel.conv import ParallelConv2d
+from pycomm.tensor_parallel.embedding import VocabParallelEmbedding
+from pycomm.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from pycomm.tensor_parallel.loss import vocab_parallel_cross_entropy
+from pycomm.tensor_parallel.norm import LayerNorm, RMSNorm
+from pycomm.tensor_parallel.random import (
+    RandomState,
+    check_random_states,
+    common_random_numbers,
+    own_random_numbers,
+)
 from pycomm.tensor_parallel.regions import (
     all_gather,
     copy,
@@ -9,4 +31,23 @@ from pycomm.tensor_parallel.regions import (
     scatter,
 )
 
-__all__ = ["all_gather", "copy", "gather", "reduce", "reduce_scatter", "scatter"]
+__all__ = [
+    "ColumnParallelLinear",
+    "LayerNorm",
+    "ParallelConv2d",
+    "ParallelMultiheadAttention",
+    "RMSNorm",
+    "RandomState",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+    "all_gather",
+    "check_random_states",
+    "common_random_numbers",
+    "copy",
+    "gather",
+    "own_random_numbers",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "vocab_parallel_cross_entropy",
+]

@@ -1,0 +1,105 @@
+"""The base of parallel layers: a module some of whose parameters are parts of larger ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from pycomm.errors import InvalidArgument
+from pycomm.tensor_parallel.group import Group
+from pycomm.tensor_parallel.layout import Layout, set_layout
+from pycomm.tensor_parallel.sharded import ShardTensor
+
+
+class ParallelModule(nn.Module):
+    """Has layouts of its split parameters, by name, which the parameters carry, too.
+
+    ``state_dict()`` has ShardTensors for these; ``load_state_dict()`` takes this rank's parts as well as whole tensors,
+    of which it takes its part.
+    """
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self.group = group
+        self.layouts: dict[str, Layout] = {}
+
+    def adopt(self, source: nn.Module, layouts: dict[str, Layout]) -> None:
+        """Takes a whole module's parameters: of those with a layout this rank's part, of others all."""
+        self.layouts.update(layouts)
+        for name, whole in source.named_parameters(recurse=False):
+            layout = layouts.get(name)
+            data = whole.detach()
+            data = layout.take(data) if layout is not None else data.clone()
+            setattr(self, name, nn.Parameter(data, whole.requires_grad))
+        self.train(source.training)
+        self._mark()
+
+    def refill(self, source: nn.Module) -> None:
+        """Copies a whole module's values into the parameters that are there."""
+        with torch.no_grad():
+            for name, whole in source.named_parameters(recurse=False):
+                layout = self.layouts.get(name)
+                own = getattr(self, name)
+                own.copy_(layout.take(whole.detach()) if layout is not None else whole)
+
+    def _mark(self) -> None:
+        for name, layout in self.layouts.items():
+            parameter = self._parameters.get(name)
+            if parameter is not None:
+                set_layout(parameter, layout)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        module = super()._apply(fn, recurse)
+        self._mark()
+        return module
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._mark()
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, layout in self.layouts.items():
+            local = destination.get(prefix + name)
+            if local is not None and not keep_vars:
+                destination[prefix + name] = ShardTensor(local, layout)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        own = {}
+        for name, layout in self.layouts.items():
+            given, parameter = state_dict.get(prefix + name), self._parameters.get(name)
+            if given is None or parameter is None:
+                continue
+            if isinstance(given, ShardTensor):
+                own[prefix + name] = given.plain()
+            elif given.shape == layout.shape and given.shape != parameter.shape:
+                own[prefix + name] = layout.take(given)
+        super()._load_from_state_dict({**state_dict, **own}, prefix, *args, **kwargs)
+
+    def check_width(self, tensor: torch.Tensor, width: int, advice: str, dim: int = -1) -> None:
+        """Raises InvalidArgument if an input has another width than this rank's layer."""
+        if tensor.shape[dim] != width:
+            raise InvalidArgument(
+                f"rank {self.group.rank} of {self.group.world_size}: {type(self).__name__}({self.extra_repr()}) got an "
+                f"input of shape {tuple(tensor.shape)}, dimension {dim} of which must be {width}; {advice}"
+            )
+
+
+def autocast(*tensors: torch.Tensor | None) -> list[Any]:
+    """The tensors in the dtype that torch.autocast wants for a product, if it is on."""
+    first = next(tensor for tensor in tensors if tensor is not None)
+    device = first.device.type
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device)
+    return [
+        t.to(dtype) if t is not None and t.is_floating_point() and t.dtype != torch.float64 else t
+        for t in tensors
+    ]
