@@ -13,7 +13,7 @@ SANITIZE := tests/cpp/run.sh
 
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: build demo elastic test faults peer clients bench bench-peers lint format sanitize clean
+.PHONY: build demo elastic test test-programs test-ranks test-gpu test-nvcc faults peer clients bench bench-peers lint format sanitize clean
 
 $(INSTALLED): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -29,8 +29,26 @@ build: $(INSTALLED)
 demo: build
 	$(BIN)/python examples/train_digits.py $(ARGS)
 
+# Tests that compile and run C++ take one core, beside those whose ranks take both now and then; ARGS: those alone.
+PROGRAMS := tests/test_core_cpp.py tests/test_cuda_on_cpu.py tests/test_cuda_build.py
 test: build
+ifeq ($(ARGS),)
+	$(MAKE) --no-print-directory --jobs=2 --output-sync=line test-programs test-ranks
+else
 	$(BIN)/python -m pytest $(ARGS)
+endif
+test-programs:
+	nice -n 19 $(BIN)/python -m pytest $(PROGRAMS)
+test-ranks:
+	$(BIN)/python -m pytest $(PROGRAMS:%=--ignore=%)
+
+# The CUDA kernels on the GPU that is here: right to the bit, and as fast as a copy. With any python3 that has torch.
+test-gpu:
+	PYTHON=$${PYTHON:-python3} tests/gpu/run.sh $(ARGS)
+
+# What nvcc makes of the CUDA kernels, for every architecture: no spills, 16-byte accesses, no fused products.
+test-nvcc: build
+	$(BIN)/python -m pytest -s tests/test_cuda_build.py --all-architectures $(ARGS)
 
 # A training of which one rank is killed, and another one joins.
 elastic: build

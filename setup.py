@@ -13,7 +13,9 @@ import platform
 import re
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 ROOT = Path(__file__).resolve().parent
 CSRC = Path("csrc")
@@ -78,7 +80,10 @@ CXX_FLAGS += ["-Wno-maybe-uninitialized", "-Wno-uninitialized"]
 # Sums and products of integers wrap, as torch's do.
 CXX_FLAGS += ["-fwrapv"]
 NVCC_FLAGS = ["-std=c++17", "-O3", "--threads=2", "-Xcompiler=-fPIC,-fvisibility=hidden"]
-NVCC_FLAGS += [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES]
+
+
+def targets(architectures: Sequence[str]) -> list[str]:
+    return [f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures]
 
 
 def sources(*patterns: str) -> list[str]:
@@ -89,15 +94,19 @@ def core_extension() -> Extension:
     """The communication core: pybind11, but no torch."""
     extension = Extension(
         "pycomm._core",
-        sources=sources("*.cpp", "kernels/*.cpp", "shm/*.cpp"),
+        sources=[
+            name
+            for name in sources("*.cpp", "kernels/*.cpp", "shm/*.cpp", "nccl/*.cpp")
+            if CUDA or not name.endswith("_cuda_bindings.cpp")
+        ],
         include_dirs=[pybind11.get_include()],
         extra_compile_args={"cxx": CXX_FLAGS, "nvcc": NVCC_FLAGS},
-        extra_link_args=["-Wl,--strip-all"],
+        extra_link_args=["-Wl,--strip-all", "-ldl"],
         language="c++",
     )
     if CUDA:
         lib = next(path for path in (CUDA / "lib64", CUDA / "lib") if path.exists())
-        extension.sources += sources("kernels/*.cu")
+        extension.sources += sources("kernels/*.cu", "p2p/*.cu", "p2p/*.cpp")
         extension.include_dirs.append(str(CUDA / "include"))
         extension.extra_compile_args["cxx"] = [*CXX_FLAGS, "-DPYCOMM_WITH_CUDA"]
         # Static, so that the module also loads where there is no CUDA runtime.
@@ -117,10 +126,32 @@ def c10d_extension() -> Extension:
 
 
 class BuildExtension(cpp_extension.BuildExtension):
-    """torch's builder, plus a note beside the modules that says what they were built with."""
+    """torch's builder, plus a note beside the modules that says what they were built with.
+
+    tests/gpu needs a part of it alone, soon: ``--core-only``, ``--architectures=90``.
+    """
+
+    user_options: ClassVar = [
+        *cpp_extension.BuildExtension.user_options,
+        ("core-only", None, "build pycomm._core alone"),
+        ("architectures=", None, "compute capabilities that kernels are compiled for: 80,90"),
+    ]
+    boolean_options: ClassVar = [*cpp_extension.BuildExtension.boolean_options, "core-only"]
+
+    def initialize_options(self) -> None:
+        super().initialize_options()
+        self.core_only = False
+        self.architectures = ",".join(ARCHITECTURES)
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        core = self.extensions[0]
+        core.extra_compile_args["nvcc"] = [*NVCC_FLAGS, *targets(self.architectures.split(","))]
+        if self.core_only:
+            self.extensions = [core]
 
     def run(self) -> None:
-        banner()
+        banner(self.architectures)
         super().run()
         note = Path(self.get_ext_fullpath("pycomm._core")).parent / "_build_info.py"
         note.write_text(
@@ -130,9 +161,11 @@ class BuildExtension(cpp_extension.BuildExtension):
         )
 
 
-def banner() -> None:
+def banner(architectures: str) -> None:
     """Says what was found and what follows from it."""
-    cuda = f"nvcc in {CUDA}: kernels for sm_{', sm_'.join(ARCHITECTURES)}" if CUDA else "off"
+    cuda = (
+        f"nvcc in {CUDA}: kernels for sm_{architectures.replace(',', ', sm_')}" if CUDA else "off"
+    )
     why = "" if CUDA else f" (PYCOMM_CUDA={os.environ.get('PYCOMM_CUDA', 'auto')}, no toolkit used)"
     print(
         f"pycomm: Python {platform.python_version()}, torch {torch.__version__}, pybind11 {pybind11.__version__}\n"

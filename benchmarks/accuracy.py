@@ -43,7 +43,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 import pycomm
-from pycomm.compression import BF16, FP8, FP16, FP8Wide, Int8
+from pycomm.compression import BF16, FP8, FP16, FP8Wide, Int8, PowerSGD, TopK
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
@@ -63,6 +63,9 @@ COMPRESSORS: dict[str, Callable[[], Any]] = {
     "int8": Int8,
     "fp8, no feedback": lambda: FP8(error_feedback=False),
     "int8, no feedback": lambda: Int8(error_feedback=False),
+    "low rank": PowerSGD,
+    "top-k 1 %": lambda: TopK(0.01),
+    "top-k 1 %, no feedback": lambda: TopK(0.01, error_feedback=False),
 }
 #: The most that these may change the loss, in %; or the noise, if that is more.
 BARS = {"fp16": 0.1, "bf16": 0.1, "fp8": 1.0, "fp8_e5m2": 1.0, "int8": 1.0}
@@ -369,10 +372,11 @@ def plot(found: dict[str, tuple[dict[str, Result], float]], path: Path) -> None:
         names = [name for name in results if name != PLAIN]
         palette = plt.rcParams["axes.prop_cycle"].by_key()["color"] * 2
         colors = dict(zip(names, palette, strict=False))
+        far = [name for name in names if abs(results[name].difference) > 5]
         for name, result in results.items():
             done = [(part + 1) * 100 / len(result.curve) for part in range(len(result.curve))]
             style: Any = {"color": colors[name], "lw": 1.2} if name != PLAIN else PLAIN_LINE
-            left.plot(done, result.curve, label=name if name == PLAIN else None, **style)
+            left.plot(done, result.curve, label=name if name in [PLAIN, *far] else None, **style)
         left.set(title=f"{task}: training loss, all of them", xlabel="steps done, %")
         left.legend(frameon=False, fontsize=8)
         right.axvspan(-noise, noise, color="0.85", label="noise")
@@ -387,9 +391,9 @@ def plot(found: dict[str, tuple[dict[str, Result], float]], path: Path) -> None:
         right.axvline(0, color="k", lw=0.8)
         right.set(title=f"{task}: final test loss, of each seed and the mean")
         right.set(xlabel="difference to no compression, %")
-        if max(abs(result.difference) for result in results.values()) > 5:
+        if far:
             right.set_xscale("symlog", linthresh=1)
-        right.legend(frameon=False, fontsize=8, loc="lower right")
+        right.legend(frameon=False, fontsize=8, loc="upper right" if far else "lower right")
         for axes in (left, right):
             axes.grid(alpha=0.3)
             axes.spines[["top", "right"]].set_visible(False)

@@ -3,6 +3,8 @@
 
 #include <pybind11/pybind11.h>
 
+#include <functional>
+#include <memory>
 #include <string>
 
 #include "common.h"
@@ -35,7 +37,21 @@ inline Algorithm parse_algorithm(const std::string& text, const Caller& caller) 
 
 #undef PYCOMM_LIST
 
+class Pending;
+// A Pending as Python sees it; None for null.
+pybind11::object to_python(std::shared_ptr<Pending> pending);
+// The CUDA stream of the caller on a device (-1: the current one); set by bind_nccl's
+// set_stream_source, the default stream before.
+inline StreamOf& stream_source() {
+  static StreamOf source = [](int) -> void* { return nullptr; };
+  return source;
+}
+
 void bind_communicator(pybind11::module_& m);
+void bind_nccl(pybind11::module_& m);
 void bind_codec(pybind11::module_& m);
+// Of a build with CUDA.
+void bind_cuda_kernels(pybind11::module_& m);
+void bind_peer_memory(pybind11::module_& m);
 
 }  // namespace pycomm

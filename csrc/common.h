@@ -12,6 +12,12 @@
 #else
 #define PYCOMM_HOST_DEVICE
 #endif
+// Of what runs in kernels where nvcc compiles it, and on the host elsewhere: algorithms/*.h.
+#if defined(__CUDACC__)
+#define PYCOMM_ON_DEVICE __device__
+#else
+#define PYCOMM_ON_DEVICE
+#endif
 
 #define PYCOMM_ALWAYS_INLINE __attribute__((always_inline)) inline
 
@@ -136,7 +142,7 @@ inline RealView real_view(DType dtype) {
 
 // Which (dtype, op) pairs can be reduced: the one table behind the checks, the kernels, the tests
 // and the documentation.
-constexpr bool can_reduce(DType dtype, ReduceOp op) {
+PYCOMM_HOST_DEVICE constexpr bool can_reduce(DType dtype, ReduceOp op) {
   const bool bitwise = op == ReduceOp::kBand || op == ReduceOp::kBor || op == ReduceOp::kBxor;
   switch (dtype) {
     case DType::kBool:

@@ -42,6 +42,7 @@ struct Request {
   std::vector<Span> outputs;      // all_gather, all_to_all; gather on the root
   bool wait_all_ranks = false;    // monitored_barrier: name every missing rank, not just the first
   std::chrono::milliseconds timeout{0};  // 0: the communicator's
+  void* stream = nullptr;                // of tensors on a GPU: the caller's CUDA stream
   // Of an all_reduce of encoded values: its tensors, in place of input and output.
   std::shared_ptr<const Compression> compression;
   Shape shape;          // for people, while it is called
@@ -74,6 +75,7 @@ struct Message {
   void* data = nullptr;                  // read only by kSend
   std::chrono::milliseconds timeout{0};  // 0: the communicator's
   Shape shape;                           // for people
+  void* stream = nullptr;                // of tensors on a GPU: the caller's CUDA stream
 
   int64_t bytes() const { return count * bytes_of(dtype); }
 };
@@ -120,6 +122,8 @@ class Communicator {
   std::chrono::milliseconds timeout() const { return timeout_.load(); }
   virtual void set_timeout(std::chrono::milliseconds timeout);
   virtual const char* transport() const = 0;
+  // Whether its tensors lie on a GPU; then a synchronous call returns when its stream knows of it.
+  virtual bool works_on_gpu() const { return false; }
 
   // Runs the request, on the calling thread if it is synchronous and nothing is queued: then null
   // is returned. An asynchronous one goes to the worker, behind everything queued before it;
@@ -138,6 +142,15 @@ class Communicator {
   // Runs work made of several operations, as submit() runs one: what it calls of this communicator
   // runs at once.
   virtual std::shared_ptr<Pending> run_together(std::function<void()> work, bool async);
+  // On a GPU: from now on this thread's calls are collected, and return null; then all of them
+  // start together, and are one piece of work. Null if there were none.
+  virtual void begin_group() {}
+  virtual std::shared_ptr<Pending> end_group(bool /*async*/) { return nullptr; }
+  virtual void drop_group() {}  // and what was collected
+  // Returns when nothing is under way.
+  virtual void drain() {
+    run_together([] {}, false);
+  }
   // submit() without the choice.
   void run(Request request) { submit(std::move(request), false, nullptr); }
 

@@ -58,7 +58,13 @@ class PyPending {
   explicit PyPending(std::shared_ptr<Pending> pending) : pending_(std::move(pending)) {}
   bool is_done() const { return !pending_ || pending_->is_done(); }
   int source() const { return pending_ ? pending_->source() : -1; }
+  // On a GPU the caller's stream waits, and the host does not.
   void wait() const {
+    if (!pending_) return;
+    if (pending_->device() < 0 || pending_->is_done()) return synchronize();
+    pending_->order(stream_source()(pending_->device()));
+  }
+  void synchronize() const {
     if (!pending_) return;
     while (!pending_->wait(kSleep)) check_interrupt();
     if (auto exception = pending_->exception()) std::rethrow_exception(exception);
@@ -68,6 +74,13 @@ class PyPending {
   std::shared_ptr<Pending> pending_;  // null: it was done before submit returned
 };
 using Result = std::unique_ptr<PyPending>;
+
+// A communicator of a GPU looks itself at where memory is.
+TensorView view_for(const Communicator& communicator, const py::handle& tensor,
+                    const Caller& caller) {
+  if (!communicator.works_on_gpu()) return view_of(tensor, caller);
+  return view_of(tensor, caller, Memory::kAny, stream_source());
+}
 
 // One call: a Request that is built from tensors.
 class Call {
@@ -81,7 +94,7 @@ class Call {
 
   // Reads a tensor; all tensors of a call have one dtype.
   TensorView view(const py::handle& tensor) {
-    const TensorView view = view_of(tensor, caller_);
+    const TensorView view = view_for(communicator_, tensor, caller_);
     if (!std::exchange(has_dtype_, true)) request_.dtype = view.dtype;
     PYCOMM_CHECK(view.dtype == request_.dtype, kInvalidArgument, caller_,
                  ": dtypes differ: ", name_of(request_.dtype), " and ", name_of(view.dtype));
@@ -149,6 +162,7 @@ class Call {
 
   Result submit(Timeout timeout, bool async, py::object tensors) {
     request_.timeout = to_limit(timeout, caller_.rank);
+    if (communicator_.works_on_gpu()) request_.stream = stream_source()(-1);
     std::shared_ptr<void> kept = async ? keep(std::move(tensors)) : nullptr;
     std::shared_ptr<Pending> pending;
     {
@@ -336,7 +350,7 @@ void monitored_barrier(Communicator& self, bool wait_all_ranks, Timeout timeout)
 
 Message message_of(Communicator& self, Operation operation, const py::object& tensor, int peer,
                    int tag, const Timeout& timeout) {
-  const TensorView view = view_of(tensor, Caller{self.rank(), operation});
+  const TensorView view = view_for(self, tensor, Caller{self.rank(), operation});
   Message message;
   message.operation = operation;
   message.dtype = view.dtype;
@@ -346,6 +360,7 @@ Message message_of(Communicator& self, Operation operation, const py::object& te
   message.data = view.data;
   message.timeout = to_limit(timeout, self.rank());
   message.shape = view.shape;
+  if (self.works_on_gpu()) message.stream = stream_source()(-1);
   return message;
 }
 
@@ -354,6 +369,7 @@ Message message_of(Communicator& self, Operation operation, const py::object& te
 std::shared_ptr<Pending> post_and_wait(Communicator& self, const Message& message) {
   py::gil_scoped_release release;
   std::shared_ptr<Pending> pending = self.post(message, nullptr);
+  if (!pending) return nullptr;  // it is part of a group of calls
   try {
     PyPending(pending).wait();
   } catch (const Error&) {
@@ -385,7 +401,8 @@ py::object recv(Communicator& self, py::object tensor, std::optional<int> peer, 
   const Message message =
       message_of(self, Operation::kRecv, tensor, peer.value_or(kAnySource), tag, timeout);
   if (async) return py::cast(post(self, message, std::move(tensor)));
-  return py::int_(post_and_wait(self, message)->source());
+  const std::shared_ptr<Pending> pending = post_and_wait(self, message);
+  return py::int_(pending ? pending->source() : message.peer);
 }
 
 // ---- the rest
@@ -582,12 +599,20 @@ void bind_operations(Class& type) {
 
 }  // namespace
 
+py::object to_python(std::shared_ptr<Pending> pending) {
+  if (!pending) return py::none();
+  return py::cast(std::make_unique<PyPending>(std::move(pending)));
+}
+
 void bind_communicator(py::module_& m) {
   using py::arg;
   using Release = py::call_guard<py::gil_scoped_release>;
   py::class_<PyPending>(m, "Pending", "An operation or a message that is under way.")
       .def("wait", &PyPending::wait, Release(),
-           "Blocks until it is done and raises what it raised.")
+           "Blocks until it is done and raises what it raised. On a GPU the caller's stream waits "
+           "for it instead.")
+      .def("synchronize", &PyPending::synchronize, Release(),
+           "The same, but the host waits in any case.")
       .def("is_done", &PyPending::is_done, Release())
       .def("source", &PyPending::source,
            "The rank that a received message came from; -1 for everything else, and before.");

@@ -334,6 +334,7 @@ PYBIND11_MODULE(_core, m) {
   pycomm::bind_errors();
   pycomm::bind_codec(m);
   pycomm::bind_communicator(m);
+  pycomm::bind_nccl(m);
   pycomm::bind_shm(m);
   pycomm::bind_kernels(m);
   m.def("support_table", &pycomm::support_table,
@@ -341,6 +342,8 @@ PYBIND11_MODULE(_core, m) {
   m.attr("eager_bytes") = pycomm::kEagerBytes;
   m.attr("max_ranks") = pycomm::kMaxRanks;
 #ifdef PYCOMM_WITH_CUDA
+  pycomm::bind_cuda_kernels(m);
+  pycomm::bind_peer_memory(m);
   m.attr("cuda") = pycomm::cuda_build_description();
 #else
   m.attr("cuda") = py::none();

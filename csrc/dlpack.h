@@ -16,7 +16,9 @@ struct Device {
   int32_t id;
 };
 inline constexpr int32_t kCpu = 1;
+inline constexpr int32_t kCuda = 2;
 inline constexpr int32_t kCudaHost = 3;
+inline constexpr int32_t kCudaManaged = 13;
 
 enum TypeCode : uint8_t {
   kInt = 0,

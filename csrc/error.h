@@ -18,13 +18,15 @@ enum class ErrorKind : uint8_t {
   kMismatch,
   kTimeout,
   kPeerDied,
-  kAborted
+  kAborted,
+  kNccl
 };
 
 // The class of pycomm.errors that stands for a kind.
 inline const char* class_name(ErrorKind kind) {
   static constexpr const char* kNames[] = {"Error",        "InvalidArgument", "MismatchError",
-                                           "TimeoutError", "PeerDiedError",   "AbortedError"};
+                                           "TimeoutError", "PeerDiedError",   "AbortedError",
+                                           "NcclError"};
   return kNames[static_cast<int>(kind)];
 }
 

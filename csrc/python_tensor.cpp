@@ -1,6 +1,7 @@
 #include "python_tensor.h"
 
 #include <memory>
+#include <utility>
 
 #include "dlpack.h"
 #include "error.h"
@@ -59,14 +60,35 @@ bool to_dtype(const dlpack::DataType& type, DType* dtype) {
   return false;
 }
 
-TensorView checked_view(const dlpack::Tensor& tensor, const Caller& caller) {
+bool is_cpu(const dlpack::Device& device) {
+  return device.type == dlpack::kCpu || device.type == dlpack::kCudaHost;
+}
+bool is_cuda(const dlpack::Device& device) {
+  return device.type == dlpack::kCuda || device.type == dlpack::kCudaManaged;
+}
+
+const char* words_of(Memory memory) {
+  return memory == Memory::kCpu ? "CPU" : memory == Memory::kCuda ? "CUDA" : "CPU or CUDA";
+}
+
+void check_place(const dlpack::Device& device, Memory memory, int64_t count, const Caller& caller) {
+  if (memory != Memory::kCuda && is_cpu(device)) return;
+  if (memory != Memory::kCpu && is_cuda(device)) return;
+  const auto place = [&] {
+    if (is_cpu(device)) return std::string("in CPU memory");
+    if (is_cuda(device)) return concat("on CUDA device ", device.id);
+    return concat("on a device of DLPack type ", device.type);
+  };
+  throw Error(ErrorKind::kInvalidArgument,
+              concat(caller, ": a tensor of ", count, " elements is ", place(), ", but this call ",
+                     "works on ", words_of(memory), " memory"));
+}
+
+TensorView checked_view(const dlpack::Tensor& tensor, Memory memory, const Caller& caller) {
   TensorView view;
   view.count = 1;
   for (int dim = 0; dim < tensor.dimensions; ++dim) view.count *= tensor.shape[dim];
-  PYCOMM_CHECK(tensor.device.type == dlpack::kCpu || tensor.device.type == dlpack::kCudaHost,
-               kInvalidArgument, caller, ": a tensor of ", view.count,
-               " elements is on a device of DLPack type ", tensor.device.type,
-               ", but this communicator works on CPU memory");
+  check_place(tensor.device, memory, view.count, caller);
   PYCOMM_CHECK(to_dtype(tensor.dtype, &view.dtype), kInvalidArgument, caller, ": a tensor of ",
                view.count, " elements has an unsupported dtype (DLPack code ",
                int{tensor.dtype.code}, ", ", int{tensor.dtype.bits}, " bits)");
@@ -76,6 +98,12 @@ TensorView checked_view(const dlpack::Tensor& tensor, const Caller& caller) {
                "copies for you");
   view.data = static_cast<char*>(tensor.data) + tensor.byte_offset;
   view.shape = {tensor.dimensions, tensor.shape};
+  if (!is_cuda(tensor.device)) return view;
+  view.cuda_device = tensor.device.id;
+  PYCOMM_CHECK(
+      reinterpret_cast<uintptr_t>(view.data) % static_cast<uintptr_t>(bytes_of(view.dtype)) == 0,
+      kInvalidArgument, caller, ": a tensor of ", view.count, " ", name_of(view.dtype),
+      " elements is at ", view.data, ", not at a multiple of their size");
   return view;
 }
 
@@ -119,39 +147,50 @@ void check_not_lazy(const py::handle& object, const dlpack::Tensor& tensor, cons
 }
 
 // What a user can act on, in place of the producer's own error.
-[[noreturn]] void throw_not_plain(const py::handle& object, const Caller& caller) {
+[[noreturn]] void throw_not_plain(const py::handle& object, Memory memory, const Caller& caller) {
   PyErr_Clear();
   const auto text = [&](const char* name) {
     return std::string(py::str(py::getattr(object, name, py::str("unknown"))));
   };
-  throw Error(
-      ErrorKind::kInvalidArgument,
-      concat(caller, ": a tensor of shape ", text("shape"), ", dtype ", text("dtype"), ", device ",
-             text("device"), " and layout ", text("layout"), " is not plain CPU memory"));
+  throw Error(ErrorKind::kInvalidArgument,
+              concat(caller, ": a tensor of shape ", text("shape"), ", dtype ", text("dtype"),
+                     ", device ", text("device"), " and layout ", text("layout"), " is not plain ",
+                     words_of(memory), " memory"));
+}
+
+// __dlpack__'s capsule. A producer of CUDA memory orders its work before the stream's; the
+// protocol's name of the default stream is 1.
+py::object capsule_of(const py::handle& object, Memory memory, const StreamOf& stream) {
+  if (memory == Memory::kCpu) return object.attr("__dlpack__")();
+  const auto device = object.attr("__dlpack_device__")().cast<std::pair<int32_t, int32_t>>();
+  if (!is_cuda({device.first, device.second})) return object.attr("__dlpack__")();
+  const auto handle = reinterpret_cast<uintptr_t>(stream(device.second));
+  return object.attr("__dlpack__")(py::arg("stream") = handle == 0 ? uintptr_t{1} : handle);
 }
 
 }  // namespace
 
-TensorView view_of(const py::handle& object, const Caller& caller) {
+TensorView view_of(const py::handle& object, const Caller& caller, Memory memory,
+                   const StreamOf& stream) {
   dlpack::Tensor tensor;
   if (const auto* api = exchange_api(Py_TYPE(object.ptr()))) {
-    if (api->borrow(object.ptr(), &tensor) != 0) throw_not_plain(object, caller);
+    if (api->borrow(object.ptr(), &tensor) != 0) throw_not_plain(object, memory, caller);
     check_not_lazy(object, tensor, caller);
-    return checked_view(tensor, caller);
+    return checked_view(tensor, memory, caller);
   }
   PYCOMM_CHECK(py::hasattr(object, "__dlpack__"), kInvalidArgument, caller,
                ": expected a tensor, got ", std::string(py::str(py::type::handle_of(object))));
   try {
     // The object owns the memory: the capsule may go at once.
-    py::object capsule = object.attr("__dlpack__")();
+    py::object capsule = capsule_of(object, memory, stream);
     auto* managed =
         static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
     if (!managed) throw py::error_already_set();
-    TensorView view = checked_view(managed->tensor, caller);
+    TensorView view = checked_view(managed->tensor, memory, caller);
     view.shape = {};  // the capsule's
     return view;
   } catch (const py::error_already_set&) {
-    throw_not_plain(object, caller);
+    throw_not_plain(object, memory, caller);
   }
 }
 

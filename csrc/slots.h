@@ -12,7 +12,8 @@
 //   acquires its writes rank(), world_size(), slot_bytes(), slots()
 //
 // Every wait ends by data, deadline, abort or a peer's death. shm/shm_slots.h implements the verbs
-// over shared memory.
+// over shared memory; p2p/peer_slots.cuh does in a CUDA kernel, where all threads of a block call
+// them together. kMostRanks is how many ranks there can be.
 #pragma once
 
 #include <cstdint>
@@ -35,9 +36,9 @@ struct Chunks {
   int64_t count;
   int64_t chunk_count;
 
-  int64_t number() const { return (count + chunk_count - 1) / chunk_count; }
-  int64_t begin(int64_t chunk) const { return chunk * chunk_count; }
-  int64_t count_of(int64_t chunk) const {
+  PYCOMM_HOST_DEVICE int64_t number() const { return (count + chunk_count - 1) / chunk_count; }
+  PYCOMM_HOST_DEVICE int64_t begin(int64_t chunk) const { return chunk * chunk_count; }
+  PYCOMM_HOST_DEVICE int64_t count_of(int64_t chunk) const {
     const int64_t left = count - begin(chunk);
     return left < chunk_count ? left : chunk_count;  // negative past the end
   }
@@ -49,7 +50,7 @@ struct Shard {
   int64_t begin;
   int64_t count;
 };
-inline Shard shard_of(int64_t count, int parts, int part, int64_t granule) {
+PYCOMM_HOST_DEVICE inline Shard shard_of(int64_t count, int parts, int part, int64_t granule) {
   const int64_t even = round_up((count + parts - 1) / parts, granule);
   const int64_t begin = even * part < count ? even * part : count;
   const int64_t end = begin + even < count ? begin + even : count;
@@ -59,14 +60,15 @@ inline Shard shard_of(int64_t count, int parts, int part, int64_t granule) {
 // Runs the stages of all chunks as a software pipeline: at each step, stage s works on the chunk
 // that is s * lag behind, so that what a later stage waits for was started early enough.
 template <class First, class Second>
-void pipeline(int64_t chunks, int64_t lag, First&& first, Second&& second) {
+PYCOMM_ON_DEVICE void pipeline(int64_t chunks, int64_t lag, First&& first, Second&& second) {
   for (int64_t step = 0; step < chunks + lag; ++step) {
     if (step < chunks) first(step);
     if (step >= lag) second(step - lag);
   }
 }
 template <class First, class Second, class Third>
-void pipeline(int64_t chunks, int64_t lag, First&& first, Second&& second, Third&& third) {
+PYCOMM_ON_DEVICE void pipeline(int64_t chunks, int64_t lag, First&& first, Second&& second,
+                               Third&& third) {
   for (int64_t step = 0; step < chunks + 2 * lag; ++step) {
     if (step < chunks) first(step);
     if (step >= lag && step - lag < chunks) second(step - lag);

@@ -39,6 +39,10 @@ class Pending {
   virtual void on_done(std::function<void(std::exception_ptr)> callback);
   // The rank that a received message came from; -1 for everything else and before it is done.
   virtual int source() const { return -1; }
+  // Of an operation on a GPU its device; else -1.
+  virtual int device() const { return -1; }
+  // Of one on a GPU: what goes to this CUDA stream from now on runs after it.
+  virtual void order(void* /*stream*/) {}
 
  protected:
   // Once, without locks that a callback could need.

@@ -17,6 +17,7 @@ from pycomm.errors import (
     GradientError,
     InvalidArgument,
     MismatchError,
+    NcclError,
     PeerDiedError,
     TimeoutError,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "GradientError",
     "InvalidArgument",
     "MismatchError",
+    "NcclError",
     "PeerDiedError",
     "TimeoutError",
     "__version__",

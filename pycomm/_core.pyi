@@ -6,6 +6,7 @@ from typing import Any, Literal, overload
 
 class Pending:
     def wait(self) -> None: ...
+    def synchronize(self) -> None: ...
     def is_done(self) -> bool: ...
     def source(self) -> int: ...
 
@@ -302,8 +303,187 @@ def transcode(
     stochastic: bool = False,
     seed: int = 0,
 ) -> CodecCounts: ...
+def codec_counts(tensor: Any) -> CodecCounts: ...
+
+# Where `cuda` is not None.
+def cuda_transcode(
+    codec: Codec,
+    count: int,
+    *,
+    stream: int,
+    wires: Sequence[tuple[Any, Any]] = (),
+    inputs: Sequence[Any] | None = None,
+    own: int = 0,
+    first: int = 0,
+    factor: float = 1.0,
+    divisor: float = 1.0,
+    residual: Any = None,
+    encoded: tuple[Any, Any] | None = None,
+    outputs: Sequence[Any] | None = None,
+    infinite: bool = False,
+    stochastic: bool = False,
+    seed: int = 0,
+    counts: Any = None,
+) -> None: ...
+def cuda_reduce(
+    output: Any,
+    sources: Sequence[Any],
+    op: str,
+    *,
+    stream: int,
+    scales: Sequence[float] | None = None,
+) -> None: ...
+
+class PeerMemory:
+    """Of a build with CUDA."""
+
+    def __init__(
+        self,
+        device: int,
+        rank: int,
+        world_size: int,
+        timeout: timedelta,
+        *,
+        blocks: int = 32,
+        slots: int = 4,
+        slot_bytes: int = 65536,
+    ) -> None: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def device(self) -> int: ...
+    @property
+    def blocks(self) -> int: ...
+    @property
+    def handle(self) -> str: ...
+    def connect(self, handles: Sequence[str]) -> None: ...
+    def all_reduce(
+        self,
+        input: Any,
+        output: Any,
+        op: str = "sum",
+        *,
+        stream: int,
+        algorithm: str = "auto",
+        scales: Sequence[float] | None = None,
+    ) -> None: ...
+    def compressed_all_reduce(
+        self,
+        tensors: Sequence[Any],
+        codec: Codec,
+        *,
+        stream: int,
+        algorithm: str = "auto",
+        factor: float = 1.0,
+        divisor: float = 1.0,
+        residual: Any | None = None,
+        counts: Any | None = None,
+        infinite: bool = False,
+        stochastic: bool = False,
+        seed: int = 0,
+    ) -> None: ...
+    def check(self) -> None: ...
+    def abort(self) -> None: ...
+    def close(self) -> None: ...
+
+def peer_handle(
+    host: str,
+    process: int,
+    device: str,
+    *,
+    blocks: int = 32,
+    slots: int = 4,
+    slot_bytes: int = 65536,
+) -> str: ...
+def why_not_mapped(mine: str, theirs: str) -> str: ...
 def support_table() -> dict[str, list[str]]: ...
 
 eager_bytes: int
 max_ranks: int
 cuda: str | None
+
+class NcclApi:
+    def __init__(
+        self,
+        nccl: str = "",
+        cudart: str = "",
+        nccl_candidates: Sequence[str] = (),
+        cudart_candidates: Sequence[str] = (),
+        cuda: bool = True,
+    ) -> None: ...
+    @property
+    def version(self) -> int: ...
+    @property
+    def version_text(self) -> str: ...
+    @property
+    def path(self) -> str: ...
+    def capabilities(self) -> dict[str, bool]: ...
+    def check(self, result: int, what: str) -> None: ...
+    def unique_id(self) -> bytes: ...
+    def try_init(self) -> None: ...
+    def devices(self) -> int: ...
+
+class NcclSettings:
+    def __init__(
+        self,
+        *,
+        blocking: bool = False,
+        cga_cluster_size: int | None = None,
+        min_ctas: int | None = None,
+        max_ctas: int | None = None,
+        net_name: str | None = None,
+        traffic_class: int | None = None,
+        comm_name: str | None = None,
+        cta_policy: int | None = None,
+        nvls_ctas: int | None = None,
+        collnet_enable: int | None = None,
+        split_share: bool = False,
+        shrink_share: bool = False,
+        device: int = -1,
+        high_priority: bool = True,
+        check: str = "late",
+        records: int = 512,
+        heartbeat: timedelta = ...,
+        abort_limit: timedelta = ...,
+    ) -> None: ...
+
+class NcclRegistration:
+    def close(self) -> None: ...
+
+class NcclCommunicator(Communicator):
+    def __init__(
+        self,
+        api: NcclApi,
+        store: Any,
+        rank: int,
+        world_size: int,
+        timeout: timedelta,
+        settings: NcclSettings = ...,
+    ) -> None: ...
+    def connect(self, device: int = -1) -> None: ...
+    def split(self, color: int, key: int = 0, device: int = -1) -> NcclCommunicator | None: ...
+    def shrink(self, excluded: Sequence[int], device: int = -1) -> NcclCommunicator: ...
+    def grow(self, world_size: int, device: int = -1) -> NcclCommunicator: ...
+    @staticmethod
+    def join(
+        api: NcclApi,
+        store: Any,
+        rank: int,
+        world_size: int,
+        timeout: timedelta,
+        settings: NcclSettings = ...,
+        device: int = -1,
+        growth: int = 1,
+    ) -> NcclCommunicator: ...
+    def begin_group(self) -> None: ...
+    def end_group(self, async_op: bool = False) -> Pending | None: ...
+    def register_buffer(self, data: int, bytes: int, device: int = -1) -> NcclRegistration: ...
+    def register_window(
+        self, data: int, bytes: int, device: int = -1, symmetric: bool = True
+    ) -> NcclRegistration: ...
+    def _comm_state(self, device: int) -> str: ...
+    def _abandon(self) -> None: ...
+
+def set_stream_source(source: Callable[[int], int]) -> None: ...

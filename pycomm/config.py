@@ -80,6 +80,20 @@ class Config:
         "How ranks notice a peer's death: auto (pid; between containers lock, else heartbeat), pid, "
         "lock, heartbeat.",
     )
+    nccl_lib: str = _setting(
+        "",
+        "The NCCL library to use; empty: the one that the process has loaded, else that of torch's wheels.",
+    )
+    cudart_lib: str = _setting("", "The CUDA runtime to use beside it; empty: likewise.")
+    check: str = _setting(
+        "late",
+        "How ranks see on GPUs that they call the same: off, late (when an operation does not end in time), full "
+        "(before every operation, for some 50 us). CPU tensors' calls are always compared.",
+    )
+    heartbeat_ms: int = _setting(
+        1000,
+        "Milliseconds between two looks at the Store for what became of the other ranks of a GPU group.",
+    )
     ddp_overlap: str = _setting(
         "auto",
         "Whether DDP's buckets travel while backward goes on, on a thread of their own: "
@@ -152,6 +166,7 @@ class Config:
             "single_copy": ("auto", "never", "always"),
             "ddp_overlap": ("auto", "0", "1"),
             "call_sites": ("auto", "always", "never"),
+            "check": ("off", "late", "full"),
             "liveness": ("auto", "pid", "lock", "heartbeat"),
             "ddp_missing": ("backward", "step"),
             "ddp_buckets": ("direct", "torch"),

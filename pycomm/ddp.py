@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from pycomm.backend import find_communicator
+from pycomm.compression.carrier import carrier_of
 from pycomm.compression.codecs import Compressor
 from pycomm.compression.ddp import DdpCompression, HookedCompression, compression_of
 from pycomm.compression.hook import hook as compression_hook
@@ -52,8 +53,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     - ``overlap``: whether buckets travel on a thread of their own while backward goes on (True), or in the thread that
       runs backward (False); None decides by cores and ranks (``PYCOMM_DDP_OVERLAP``).
     - ``compression``: how gradients travel, "fp16", "bf16", "fp8" or "int8", or an object of pycomm.compression, which
-      says more; ``error_feedback`` overrides its default. Then gradients are divided before they are summed, and the
-      modes that need torch's Reducer are refused. TopK and PowerSGD allow these, and never overlap with backward.
+      says more; ``error_feedback`` overrides its default. Over a group of any backend for tensors on the CPU. On
+      groups of backend pycomm they do not overlap with backward in modes that need torch's Reducer, and with TopK and
+      PowerSGD.
 
     Differences to torch's class, all of them where torch goes wrong in silence or hangs:
 
@@ -135,7 +137,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         super()._register_fused_optim(*args, **kwargs)
 
     def _use_average_hook(self) -> None:
-        """Puts pycomm's averaging hook into the Reducer, if buckets are on the CPU and the group is pycomm's."""
+        """Puts pycomm's averaging hook into the Reducer, if the group is pycomm's where the buckets are."""
         self._hook_is_settled = True
         try:
             self._choose_reduction()
@@ -149,16 +151,23 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             self, "_divide_by_initial_world_size", True
         )
         if (
-            self.device_type != "cpu"
+            self.device_type not in ("cpu", "cuda")
             or self._use_python_reducer
             or self.mixed_precision is not None
             or join_divides_by_active_ranks
             or any(self._build_params_for_reducer()[1])  # sparse gradients take torch's way
         ):
             return
-        communicator = find_communicator(self.process_group)
+        if self.device_type == "cuda" and self._compression is not None:
+            return  # refused
+        communicator = find_communicator(self.process_group, torch.device(self.device_type))
+        may_go_direct = (
+            communicator is not None and communicator.transport == "shm" and self._may_go_direct()
+        )
+        if isinstance(self._compression, DdpCompression) and not may_go_direct:
+            self._compression = self._compression.hooked()
         if isinstance(self._compression, HookedCompression):
-            if communicator is not None and self._dtypes() <= _AVERAGED:
+            if self._dtypes() <= _AVERAGED:
                 super().register_comm_hook(self._compression.attach(self), compression_hook)
         elif communicator is not None:
             self._hook_target = c10d.HookTarget(communicator._address(), self._backward_watch.core)
@@ -169,14 +178,14 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                 "beside backward" if overlaps else "in the thread that runs backward",
             )
             c10d.register_average_hook(self.reducer, self._hook_target, async_op=overlaps)
-            if self._may_go_direct():
+            if may_go_direct:
                 self._direct = self._make_direct_reducer(communicator, overlaps)
                 self._backward_watch.core.attach_direct(self._direct)
                 if self._compression is not None:
                     self._compression.attach(self, communicator)
 
     def _may_go_direct(self) -> bool:
-        """Whether gradients can be averaged where they lie, which the Reducer's rarer modes do not do."""
+        """Whether dense gradients can be averaged where they lie, which the Reducer's rarer modes do not do."""
         return (
             config().ddp_buckets == "direct"
             and not self.find_unused_parameters
@@ -204,18 +213,14 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
         """As torch's, for any group if no averaging hook is in place yet, else for another one of pycomm's."""
-        averages = self._hook_target is not None or (
-            self._compression is not None and self._compression.is_attached
-        )
-        if averages:
-            communicator = find_communicator(new_process_group)
+        if self._hook_target is not None:
+            communicator = find_communicator(new_process_group, torch.device(self.device_type))
             if communicator is None:
                 raise InvalidArgument(
                     "gradients are averaged by pycomm, so the new process group must be one of backend pycomm, not "
                     f"{dist.get_backend(new_process_group)}; wrap the module anew for another backend"
                 )
-            if self._hook_target is not None:
-                self._hook_target.replace(communicator._address())
+            self._hook_target.replace(communicator._address())
             if self._direct is not None:
                 self._direct.set_communicator(communicator._address())
         super()._update_process_group(new_process_group)
@@ -252,11 +257,10 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         if self._direct is None and hooked is None:
             raise InvalidArgument(
                 "weights need gradients that pycomm averages itself: a group of backend pycomm, on the CPU, without "
-                "find_unused_parameters, static_graph, gradient_as_bucket_view, hooks and sparse gradients"
+                "find_unused_parameters, static_graph, gradient_as_bucket_view, hooks and sparse gradients; or "
+                "compression="
             )
-        communicator = find_communicator(self.process_group)
-        assert communicator is not None
-        share = None if weight is None else share_of(weight, communicator)
+        share = None if weight is None else share_of(weight, carrier_of(self.process_group))
         if hooked is not None:
             hooked.set_share(self, share)
         else:

@@ -21,7 +21,7 @@ from torch.nn.parallel.distributed import _find_tensors
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from pycomm.backend import find_communicator
+from pycomm.backend import has_cpu, living_communicators
 from pycomm.config import config
 from pycomm.errors import GradientError, InvalidArgument, MismatchError
 from pycomm.extension import c10d
@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 
 def refuse(ddp: DistributedDataParallel, problem: str) -> NoReturn:
     """Raises GradientError here and, where this rank is waited for, AbortedError with the same words."""
-    communicator = find_communicator(ddp.process_group)
-    if communicator is not None:
+    for communicator in living_communicators(ddp.process_group):
         communicator.abort(problem)
     _raise(ddp, problem)
 
@@ -111,7 +110,7 @@ def _strides(tensor: torch.Tensor) -> list[int]:
 
 def _all_gather_bytes(data: bytes, group: dist.ProcessGroup) -> list[bytes]:
     """Every rank's ``data``, of equal length on all."""
-    device = torch.device("cpu") if dist.get_backend(group) != "nccl" else torch.device("cuda")
+    device = torch.device("cpu" if has_cpu(group) else "cuda")
     mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
     all_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(all_ranks, mine, group=group)

@@ -29,6 +29,10 @@ class AbortedError(Error):
     """The communicator was aborted, or had ended before this call."""
 
 
+class NcclError(Error):
+    """NCCL or CUDA reports an error of its own. The message has its code, NCCL's last words and what to do."""
+
+
 class GradientError(Error):
     """Gradients of a DistributedDataParallel module cannot be averaged, and would differ between ranks.
 

@@ -215,12 +215,18 @@ def open_things(with_threads: bool) -> dict[str, int]:
     """What a process must not gather."""
     things = {
         "descriptors": entries("/proc/self/fd"),
-        "files in /dev/shm": entries("/dev/shm"),
+        "files in /dev/shm": len(mapped("/dev/shm")),
         "children": len(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()),
     }
     if with_threads:
         things["threads"] = entries("/proc/self/task")
     return things
+
+
+def mapped(folder: str) -> set[str]:
+    """A folder's files that this process has in its memory; other jobs may have theirs there."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {line.split(maxsplit=5)[5] for line in lines if f" {folder}/" in line}
 
 
 def entries(folder: str) -> int:
@@ -535,9 +541,10 @@ def blame(cell: Cell) -> tuple[str, int] | None:
     if cell.fault == "mismatch":
         return ("parts_mismatch" if cell.operation == "parts" else "mismatch"), -1
     if cell.moment == "wait":
-        return "left", cell.culprit
+        return "exited", cell.culprit
     causes = {
-        "stop": "stopped",
+        # In another pid namespace nobody can see that a process stands still.
+        "stop": "timeout" if cell.error == "TimeoutError" else "stopped",
         "exception": "exited",
         "one call less": "left",
         "late": "timeout",

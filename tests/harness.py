@@ -46,6 +46,8 @@ T = TypeVar("T")
 
 #: Seconds that the other ranks get to report once one rank has failed.
 GRACE: Final = 2.0
+#: Of the CPU kernels, best first.
+INSTRUCTION_SETS: Final = ("avx512", "avx2", "generic")
 
 _TESTS: Final = Path(__file__).resolve().parent
 _CONTEXT: Final = multiprocessing.get_context("forkserver")

@@ -829,10 +829,12 @@ def test_a_peer_that_left(n: int, call: str) -> None:
         return comm.all_reduce(ones(300_000 if call == "large" else 5))
 
     def worker(rank: int, n: int) -> tuple[Any, float, Any]:
-        comm = fresh("left", rank, n)
+        comm, store = fresh("left", rank, n), dist.distributed_c10d._get_default_store()
         comm.all_reduce(ones(3))
         if rank == 0:
+            store.set("calls", "one more")
             return *timed(lambda: extra(comm)), None
+        store.wait(["calls"])  # those that leave look at the others for a moment only
         found, took = timed(comm.shutdown)
         comm.shutdown()  # again, in peace
         return found, took, attempt(lambda: comm.all_reduce(ones(5), async_op=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -169,7 +170,8 @@ def test_accuracy(tmp_path: Path) -> None:
     assert [row[0] for row in found] == ["digits", *names, "gpt", *names]
     for run, row in zip(runs, [row for row in found if row[0] in names], strict=True):
         assert row[1] == f"{run.loss:.4f}"
-        assert abs(float(row[3])) < 1, "a few steps do not drive weights apart"
+        if run.compressor in accuracy.BARS:  # those that send every value
+            assert abs(float(row[3])) < 1, "a few steps do not drive weights apart"
         assert run.curve[-1] < run.curve[0], "nothing was learned"
     losses = [run.loss for run in runs if run.task == "gpt"]
     assert len(set(losses)) == len(losses), (
@@ -232,3 +234,29 @@ def test_codecs(tmp_path: Path) -> None:
     assert moved["int8:64", "sum of 2"] == 6 + 8 / 64
     assert all(s["seconds"] > 0 and s["copy_seconds"] > 0 for s in samples)
     assert picture.stat().st_size > 0
+
+
+@pytest.mark.parametrize("links", ["", "1000"])
+def test_advise(tmp_path: Path, links: str) -> None:
+    """Every compression is measured and predicted, over shared memory and a shaped link."""
+    if links and (os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc")):
+        pytest.skip("needs root, ip and tc")
+    picture, record = tmp_path / "advise.png", tmp_path / "advise.json"
+    command = ["--links", links, "--values", "4.2e6", "--repeats", "2"]
+    printed = run_script("advise.py", *command, "--plot", str(picture), "--json", str(record))
+    names = ["none", "fp16", "bf16", "fp8", "int8", "top-k", "low rank"]
+    found = [row[0] for row in table_rows(printed)]
+    assert found == ["shared memory", *names, *(["1000 Mbit/s", *names] if links else [])]
+    rows = json.loads(record.read_text())
+    assert all(row["seconds"] > 0 and row["predicted"] > 0 for row in rows)
+    if links:  # 16.8 MB take 0.13 s each way; a quarter of them less
+        by_name = {row["compression"]: row for row in rows if row["where"] == "1000 Mbit/s"}
+        assert by_name["none"]["seconds"] > 0.12
+        assert by_name["int8"]["predicted"] > 2
+    assert picture.stat().st_size > 0
+    remaining = (
+        subprocess.run(["ip", "netns"], capture_output=True, text=True, check=False).stdout
+        if links
+        else ""
+    )
+    assert "pycomm" not in remaining

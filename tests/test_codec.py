@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 import pytest
 import torch
-from harness import G
+from harness import INSTRUCTION_SETS, G
 
 from pycomm.errors import InvalidArgument
 from pycomm.extension import core
 
-SETS: Final = ("avx512", "avx2", "generic")
+pytestmark = pytest.mark.usefixtures("instruction_set_restored")
+
 FORMATS: Final[dict[str, torch.dtype]] = {
     "fp32": torch.float32,
     "fp16": torch.float16,
@@ -39,25 +40,6 @@ CODECS: Final = [
     *((name, block) for name in FORMATS if name != "fp32" for block in (64, 256, 4096)),
 ]
 COUNTS: Final = (0, 1, 15, 16, 17, 63, 64, 65, 255, 1023, 1025, 5000)
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    """The instruction set of before the test is in use again after it."""
-    before, threads = core.instruction_set(), torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    assert core.set_instruction_set(before)
-
-
-@pytest.fixture(params=SETS)
-def isa(request: pytest.FixtureRequest) -> str:
-    """Each instruction set, in use; skipped where the processor lacks it."""
-    name: str = request.param
-    if not core.set_instruction_set(name):
-        pytest.skip(f"this CPU cannot run {name}")
-    return name
 
 
 # ---- the reference --------------------------------------------------------------------------------------------------
@@ -481,6 +463,71 @@ def test_chance_depends_on_the_seed_and_the_place_alone(isa: str) -> None:
     assert not torch.equal(whole.values, other.values)
 
 
+def test_chance_goes_on_beyond_4_gi_elements(isa: str) -> None:
+    """Numbers have 64 bits: across a multiple of 2^32 parts get the bits of the whole, behind it nothing repeats."""
+    codec, count, over = core.Codec("fp16"), 200, 2**32
+    # The list is 2^32 elements long, and more; of its memory, which all its tensors share, little is read.
+    memory = torch.randn(2**20, generator=G(3)).repeat(4)
+    long = [memory] * (over // len(memory) + 1)
+
+    def encoded(first: int, count: int) -> torch.Tensor:
+        wire = Encoded(codec, count)
+        core.transcode(
+            codec, count, inputs=long, first=first, encoded=wire.pair, stochastic=True, seed=9
+        )
+        return wire.values[: 2 * count]
+
+    for start in (over - 100, over - 99, over - 1):
+        left = over - start
+        whole = encoded(start, count)
+        assert torch.equal(whole[: 2 * left], encoded(start, left))
+        assert torch.equal(whole[2 * left :], encoded(over, count - left))
+    assert not torch.equal(encoded(0, count), encoded(over, count))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("name", "block"), CODECS)
+def test_infinite_factors_and_divisors(isa: str, name: str, block: int, dtype: torch.dtype) -> None:
+    """What no element is (a vector's lanes behind the last one) is in no count, scale or output."""
+    codec = core.Codec(name, block)
+    for count in (1, 5, 65, 1023):
+        values = torch.ones(count, dtype=dtype)
+        tensors = list(values.split(3))  # each has such lanes behind it
+        wire, output = Encoded(codec, count), torch.empty(count)
+        counts = core.transcode(codec, count, inputs=tensors, factor=torch.inf, encoded=wire.pair)
+        core.transcode(codec, count, wires=[wire.pair], outputs=[output])
+        assert (counts.values, counts.non_finite) == (count, count)
+        assert (counts.overflows, counts.underflows, counts.squares) == (0, 0, 0)
+        assert not output.isfinite().any()
+        assert output.isnan().all() == (block > 0 or name == "fp8_e4m3")
+        # Infinities divided by another are NaN; what is finite, zero.
+        counts = core.transcode(codec, count, inputs=tensors, divisor=torch.inf, encoded=wire.pair)
+        core.transcode(codec, count, wires=[wire.pair], outputs=[output])
+        assert (counts.values, counts.non_finite, counts.squares) == (count, 0, 0)
+        assert torch.equal(output, torch.zeros(count))
+
+
+def test_negative_divisor(isa: str) -> None:
+    """Which does not change which magnitude is a block's largest, or what is beyond the format's range."""
+    values = numbers(300, 5) * 1e6
+    for name, block in CODECS:
+        codec, wire, output = (
+            core.Codec(name, block),
+            Encoded(core.Codec(name, block), 300),
+            torch.empty(300),
+        )
+        counts = core.transcode(
+            codec, 300, inputs=[values], divisor=-3, encoded=wire.pair, outputs=[output]
+        )
+        mirrored, opposite = Encoded(codec, 300), torch.empty(300)
+        other = core.transcode(
+            codec, 300, inputs=[values], divisor=3, encoded=mirrored.pair, outputs=[opposite]
+        )
+        assert torch.equal(output, -opposite)
+        assert torch.equal(wire.scales, mirrored.scales)
+        assert (counts.overflows, counts.underflows) == (other.overflows, other.underflows)
+
+
 # ---- instruction sets, arguments ------------------------------------------------------------------------------------
 
 
@@ -496,7 +543,7 @@ def test_instruction_sets_agree(name: str, block: int, stochastic: bool) -> None
         torch.rand(count, generator=G(7)) < 0.999, patterns.nan_to_num(1, 2, 3), patterns
     )
     found = []
-    for name_of_set in SETS:
+    for name_of_set in INSTRUCTION_SETS:
         if not core.set_instruction_set(name_of_set):
             continue
         wire, residual, output = Encoded(codec, count), torch.ones(count), torch.empty(count)

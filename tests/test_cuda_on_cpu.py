@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(shutil.which(CXX) is None, reason=f"needs a C++ 
 
 def run(*command: str | Path, code: int = 0) -> str:
     done = subprocess.run(
-        [str(part) for part in command], cwd=ROOT, text=True, timeout=300, check=False,
+        [str(part) for part in command], cwd=ROOT, text=True, timeout=900, check=False,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     assert done.returncode == code, done.stdout[-8000:]
@@ -77,15 +77,82 @@ def test_codec_kernel_gives_the_same_bits_as_the_cpu(objects: Path) -> None:
     assert done > codecs * dtypes * counts * ways * 5  # results of each
 
 
+def thread_sanitizer() -> list[str]:
+    """How a program under it is started.
+
+    Its shadow needs its addresses: kernels with vm.mmap_rnd_bits above 28 may have taken them.
+    """
+    fixed = ["setarch", os.uname().machine, "-R"]
+    if shutil.which("setarch") and subprocess.run([*fixed, "true"], check=False).returncode == 0:
+        return fixed
+    return []
+
+
 def test_codec_kernel_has_no_races(objects: Path) -> None:
     """And ThreadSanitizer sees one that is there: its exit status is 66."""
     program = build("codec_kernel_test", objects, "-fsanitize=thread")
-    launch: list[str | Path] = []
-    # Its shadow needs its addresses: kernels with vm.mmap_rnd_bits above 28 may have taken them.
-    fixed = ["setarch", os.uname().machine, "-R"]
-    if shutil.which("setarch") and subprocess.run([*fixed, "true"], check=False).returncode == 0:
-        launch += fixed
+    launch = thread_sanitizer()
     assert checks(run(*launch, program, "quick")) > CODECS * 2 * 4 * 5
     found = run(*launch, program, "race", code=66)
     assert "data race" in found
     assert "neighbours_kernel" in found
+
+
+# ---- all_reduce over peer memory ----------------------------------------------------------------
+
+PAIRS = 8 * 8 + 6 * 6 + 7 + 2 * 2  # as above, and the premultiplied sum
+
+
+@pytest.fixture(scope="module")
+def peers(objects: Path) -> Path:
+    return build("peer_kernel_test", objects, *SANITIZE)
+
+
+def test_peer_kernels_give_the_same_bits_as_the_cpu(peers: Path) -> None:
+    """Ranks as threads: every dtype and operation, every tail, shuffled schedules."""
+    assert checks(run(peers, "all")) > 4 * 3 * (PAIRS + 17 * 2)
+
+
+def test_peer_kernels_run_in_processes(peers: Path) -> None:
+    """Each maps the regions at addresses of its own."""
+    assert checks(run(peers, "processes")) > (1 + 2 + 3 + 4) * 12
+
+
+def test_peer_kernels_report_a_rank_that_does_not_come(peers: Path) -> None:
+    """By rank, stage, chunk, expected and seen; the late one is told, and nothing is written any more."""
+    assert checks(run(peers, "missing")) > 6 * (4 + 12)
+
+
+def test_peer_checks_find_planted_faults(peers: Path) -> None:
+    """A flag that is not posted, a wrong slot, and one beyond the region: AddressSanitizer's status is 1."""
+    assert checks(run(peers, "faults")) >= 5
+    found = run(peers, "outside", code=1)
+    assert "heap-buffer-overflow" in found
+    assert "copy_by_block" in found
+
+
+def test_peer_kernels_have_no_races(objects: Path) -> None:
+    """And ThreadSanitizer sees what a missing release, a slot taken early and a flag not waited for do."""
+    program = build("peer_kernel_test", objects, "-fsanitize=thread", "-DQUICK")
+    launch = thread_sanitizer()
+    assert checks(run(*launch, program, "quick")) > 300
+    assert checks(run(*launch, program, "missing")) > 6 * (4 + 12)
+    for fault in ("no_release", "no_acquire", "no_await"):
+        assert "data race" in run(*launch, program, fault, code=66), fault
+
+
+def test_compressed_peer_kernels_give_the_same_bits_as_the_cpu(objects: Path) -> None:
+    """Results, residuals and counts of every format; as threads and as processes; and a rank that does not come."""
+    program = build("peer_compressed_test", objects, *SANITIZE)
+    formats, blocks, counts = 6, 2, 4 + 2 + 2
+    assert checks(run(program, "all")) > 4 * formats * blocks * counts * 3 * 4
+    assert checks(run(program, "processes")) == 1 + 3 * 3
+    assert checks(run(program, "missing")) == 3 * 2 * 2
+
+
+def test_compressed_peer_kernels_have_no_races(objects: Path) -> None:
+    """And ThreadSanitizer sees what a flag not waited for does."""
+    program = build("peer_compressed_test", objects, "-fsanitize=thread", "-DQUICK")
+    launch = thread_sanitizer()
+    assert checks(run(*launch, program, "quick")) > 300
+    assert "data race" in run(*launch, program, "early", code=66)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Final
 
 import numpy as np
 import pytest
 import torch
-from harness import G
+from harness import INSTRUCTION_SETS, G
 
 from pycomm.errors import InvalidArgument
 from pycomm.extension import core
+
+pytestmark = pytest.mark.usefixtures("instruction_set_restored")
 
 #: The real dtypes and their ops, as the extension declares them.
 TABLE: Final[dict[str, list[str]]] = {
@@ -20,7 +21,6 @@ TABLE: Final[dict[str, list[str]]] = {
 }
 PAIRS: Final = [(dtype, op) for dtype, ops in TABLE.items() for op in ops]
 COUNTS: Final = (0, 1, 15, 16, 17, 63, 64, 65, 1000)
-SETS: Final = ("avx512", "avx2", "generic")
 OPS: Final = ("sum", "avg", "min", "max", "product", "band", "bor", "bxor", "premul_sum")
 NUMBER_OPS: Final = OPS[:5]
 BITWISE_OPS: Final = OPS[5:8]
@@ -30,26 +30,6 @@ SMALL_FLOATS: Final = (*HALVES, *FLOAT8S)
 FLOATS: Final = (*HALVES, torch.float32, torch.float64)
 #: Of premul_sum, one per source: no product with them is exact.
 SCALES: Final = (0.1, -1.7, 3.3, 1e-3, 0.7, -0.3, 2.1, 1 / 3)
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    """One thread for torch; the instruction set of before the test is in use again after it."""
-    before, threads = core.instruction_set(), torch.get_num_threads()
-    torch.set_num_threads(1)  # tensors are small
-    yield
-    torch.set_num_threads(threads)
-    assert core.set_instruction_set(before)
-
-
-@pytest.fixture(params=SETS)
-def isa(request: pytest.FixtureRequest) -> str:
-    """Each instruction set, in use; skipped where the processor lacks it."""
-    name: str = request.param
-    if not core.set_instruction_set(name):
-        pytest.skip(f"this CPU cannot run {name}")
-    assert core.instruction_set() == name
-    return name
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -217,7 +197,7 @@ def test_instruction_sets_give_the_same_bits() -> None:
     Min and max choose one of their operands, so there even a NaN's payload must be the same; for
     16-bit floats it goes through a conversion, which hardware does in its own way.
     """
-    usable = [name for name in SETS if core.set_instruction_set(name)]
+    usable = [name for name in INSTRUCTION_SETS if core.set_instruction_set(name)]
     if len(usable) < 2:
         pytest.skip("this CPU has one instruction set only")
     wrong = []

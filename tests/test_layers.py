@@ -18,16 +18,17 @@ CSRC: Final = ROOT / "csrc"
 #: lower ones.
 LAYERS: Final = (
     (
-        r"(common|error|interrupt|python_interrupt|forks|clock|call_site|test_fault)\.h",
+        r"(common|error|hex|interrupt|python_interrupt|forks|clock|call_site|test_fault)\.h",
         0,
     ),
+    (r"process\.(h|cpp)", 0),
     (r"kernels/.*", 1),
     (r"slots\.h", 2),
     (r"algorithms/.*", 3),
-    (r"(communicator|worker|recorder)\.(h|cpp)", 4),
-    (r"shm/.*", 5),
+    (r"(board|communicator|worker|recorder)\.(h|cpp)", 4),
+    (r"(shm|nccl|p2p)/.*", 5),
     (
-        r"((core|communicator|codec)_bindings\.cpp|bindings\.h|python_(tensor|call_site)\.(h|cpp)|dlpack\.h)",
+        r"((core|communicator|codec|nccl|kernels_cuda|p2p_cuda)_bindings\.cpp|bindings\.h|python_(tensor|call_site|transcode|device_reader)\.(h|cpp)|dlpack\.h)",
         6,
     ),
     (r"c10d/.*", 6),
@@ -88,14 +89,16 @@ def test_no_include_points_upwards() -> None:
 
 
 def test_siblings_do_not_know_each_other() -> None:
-    """Neither the plain bindings nor shm/ include c10d/, and c10d/ includes neither of them."""
+    """Neither bindings nor shm/ nor nccl/ include c10d/, or it them; shm/ and nccl/ are strangers, too."""
     bad = []
     for a, b in ARROWS:
         if b.startswith("c10d/") and not a.startswith("c10d/"):
             bad.append(f"{a} -> {b}")
         if a.startswith("c10d/") and (layer_of(b) == 6 and not b.startswith("c10d/")):
             bad.append(f"{a} -> {b}")
-        if a.startswith("c10d/") and b.startswith("shm/"):
+        if a.startswith("c10d/") and b.startswith(("shm/", "nccl/")):
+            bad.append(f"{a} -> {b}")
+        if {a.split("/")[0], b.split("/")[0]} == {"shm", "nccl"}:
             bad.append(f"{a} -> {b}")
     assert bad == []
 
@@ -141,7 +144,7 @@ def test_foreign_headers_stay_where_they_belong(library: str) -> None:
         "pybind11": (
             re.compile(r"pybind11/|Python\.h"),
             re.compile(
-                r"(\w+_)?bindings\.(h|cpp)|python_(tensor|call_site|interrupt)\.(h|cpp)|c10d/bindings\.cpp"
+                r"(\w+_)?bindings\.(h|cpp)|python_(tensor|call_site|interrupt|transcode|device_reader)\.(h|cpp)|c10d/bindings\.cpp"
             ),
         ),
         "cuda": (re.compile(r"cuda|cub/|cooperative_groups"), re.compile(r".*\.cuh?")),

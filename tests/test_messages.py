@@ -518,7 +518,7 @@ def test_messages_outlive_their_sender(how: str) -> None:
 def _is_gone(pid: int, how: str) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # before it is opened, or while it is read
         return True
     return state in "ZX" or how == "left"  # one that left may live on
 

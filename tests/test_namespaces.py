@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +15,7 @@ import torch.distributed as dist
 from containers import CONTAINER, PIDS_ONLY, Box, can_unshare, contained
 from faults import LARGE, SHORT, SMALL, Cell, open_things
 from harness import DIED, Refused, attempt, run, td
+from last_words import ENDS, check_last_words
 
 import pycomm
 
@@ -264,48 +263,9 @@ def test_pids_are_not_trusted_across_containers(port: int) -> None:
 # ---- whole processes, by the system's own command
 
 
-SCRIPT: Final = """
-import os, signal, sys, time, torch, torch.distributed as dist, pycomm
-dist.init_process_group("pycomm")
-dist.barrier()
-if dist.get_rank() == 1:
-    {}
-try:
-    dist.all_reduce(torch.ones(3))
-except pycomm.Error as error:
-    print(type(error).__name__, error, flush=True)
-"""
-
-
-@pytest.mark.parametrize(
-    ("act", "error", "words"),
-    [
-        ("raise ValueError('boom')", "PeerDiedError", "because of ValueError: boom"),
-        ("sys.exit(0)", "PeerDiedError", "ended without destroying its process group"),
-        ("dist.destroy_process_group(); sys.exit(0)", "MismatchError", "has destroyed the group"),
-        ("os._exit(0)", "PeerDiedError", "which died"),
-    ],
-)
-def test_how_a_container_ends_is_told(act: str, error: str, words: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ending", ENDS, ids=lambda ending: ending[0])
+def test_how_a_container_ends_is_told(ending: tuple[str, str, str], tmp_path: Path) -> None:
     """Interpreters that end as users' do, each the first process of `unshare --pid`."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(act))
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    env |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     unshare = ["unshare", "--pid", "--mount", "--ipc", "--uts", "--fork", "--mount-proc"]
-    ranks = [
-        subprocess.Popen(
-            [*unshare, sys.executable, script],
-            env={**env, "RANK": str(rank)},
-            stdout=-1,
-            stderr=-1,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    text, problems = ranks[0].communicate(timeout=60)
-    ranks[1].communicate(timeout=60)
-    assert text.startswith(error), (text, problems)
-    assert words in text
+    text = check_last_words(ending, tmp_path, unshare)
     assert "rank 1 (pid 1 in another pid namespace)" in text

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import DIED, Refused, attempt, run, td
+from last_words import ENDS, check_last_words
 
 import pycomm
 from pycomm.config import Config
@@ -306,48 +307,10 @@ def test_every_way_to_notice_a_death(liveness: str) -> None:
 # ---- last words
 
 
-SCRIPT = """
-import sys, torch, torch.distributed as dist, pycomm
-dist.init_process_group("pycomm")
-dist.barrier()
-if dist.get_rank() == 1:
-    {}
-try:
-    dist.all_reduce(torch.ones(3))
-except pycomm.Error as error:
-    print(type(error).__name__, error, flush=True)
-"""
-
-
-@pytest.mark.parametrize(
-    ("act", "error", "words"),
-    [
-        ("raise ValueError('boom')", "PeerDiedError", "because of ValueError: boom"),
-        ("sys.exit(0)", "PeerDiedError", "ended without destroying its process group"),
-        ("dist.destroy_process_group(); sys.exit(0)", "MismatchError", "has destroyed the group"),
-    ],
-)
-def test_how_a_process_ends_is_told(act: str, error: str, words: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ending", ENDS, ids=lambda ending: ending[0])
+def test_how_a_process_ends_is_told(ending: tuple[str, str, str], tmp_path: Path) -> None:
     """Whole processes, whose interpreters end as users' do."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(act))
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    env |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, script],
-            env={**env, "RANK": str(rank)},
-            stdout=-1,
-            stderr=-1,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    text = ranks[0].communicate(timeout=60)[0]
-    ranks[1].communicate(timeout=60)
-    assert text.startswith(error), text
-    assert words in text
+    check_last_words(ending, tmp_path)
 
 
 # ---- what is recorded

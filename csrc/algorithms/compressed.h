@@ -1,5 +1,6 @@
 // all_reduce of encoded values: the three algorithms again, with encoding, summing and decoding
-// where the plain ones copy and reduce.
+// where the plain ones copy and reduce. encoder.h has the encoder of the CPU, p2p/peer_encoder.cuh
+// that of a CUDA kernel.
 //
 // one_shot rounds each contribution once. two_shot rounds each contribution once, but for the own
 // one of the rank that sums, and the sum once: two roundings at any world size. ring rounds the
@@ -12,22 +13,20 @@
 #pragma once
 
 #include <cstdint>
-#include <vector>
 
 #include "../slots.h"
-#include "encoder.h"
 
 namespace pycomm {
 
-template <class Slots>
-int64_t compressed_two_shot(Slots& slots, const Encoder& encoder, int64_t count) {
+template <class Slots, class Encoder>
+PYCOMM_ON_DEVICE int64_t compressed_two_shot(Slots& slots, const Encoder& encoder, int64_t count) {
   const int rank = slots.rank(), world_size = slots.world_size();
   const int64_t capacity = encoder.capacity(slots.slot_bytes());
   const Chunks chunks{count, capacity};
   const auto shard = [&](int64_t chunk, int owner) {
     return shard_of(chunks.count_of(chunk), world_size, owner, encoder.codec().granule());
   };
-  std::vector<Wire> wires;
+  auto wires = encoder.wires();
 
   const auto contribute = [&](int64_t chunk) {
     slots.acquire(chunk);
@@ -65,11 +64,11 @@ int64_t compressed_two_shot(Slots& slots, const Encoder& encoder, int64_t count)
   return chunks.number();
 }
 
-template <class Slots>
-int64_t compressed_one_shot(Slots& slots, const Encoder& encoder, int64_t count) {
+template <class Slots, class Encoder>
+PYCOMM_ON_DEVICE int64_t compressed_one_shot(Slots& slots, const Encoder& encoder, int64_t count) {
   const int64_t capacity = encoder.capacity(slots.slot_bytes());
   const Chunks chunks{count, capacity};
-  std::vector<Wire> wires;
+  auto wires = encoder.wires();
 
   const auto contribute = [&](int64_t chunk) {
     slots.acquire(chunk);
@@ -91,15 +90,15 @@ int64_t compressed_one_shot(Slots& slots, const Encoder& encoder, int64_t count)
 }
 
 // As ring.h, a chunk's partial sum starts at rank 0 and travels right; the result comes round.
-template <class Slots>
-int64_t compressed_ring(Slots& slots, const Encoder& encoder, int64_t count) {
+template <class Slots, class Encoder>
+PYCOMM_ON_DEVICE int64_t compressed_ring(Slots& slots, const Encoder& encoder, int64_t count) {
   const int rank = slots.rank(), last = slots.world_size() - 1;
   const int left = rank == 0 ? last : rank - 1;
   // A slot holds a partial and, behind it, a result.
   const int64_t half = slots.slot_bytes() / 2;
   const int64_t capacity = encoder.capacity(half);
   const Chunks chunks{count, capacity};
-  std::vector<Wire> wires;
+  auto wires = encoder.wires();
 
   const auto add_mine = [&](int64_t chunk) {
     wires.clear();
@@ -117,7 +116,8 @@ int64_t compressed_ring(Slots& slots, const Encoder& encoder, int64_t count) {
     if (rank < last) {
       slots.await(left, Stage::kReduced, chunk);
       const char* result = slots.of(left, chunk) + half;
-      if (rank < last - 1) encoder.pass_on(result, slots.mine(chunk) + half, capacity);
+      if (rank < last - 1)
+        encoder.pass_on(result, slots.mine(chunk) + half, capacity, chunks.count_of(chunk));
       slots.post(Stage::kReduced, chunk);
       encoder.decode(encoder.wire(result, capacity, 0), chunks.begin(chunk),
                      chunks.count_of(chunk));

@@ -32,12 +32,6 @@ struct Compression {
   }
 };
 
-// Where encoded values lie, or are to lie.
-struct Place {
-  char* values;
-  float* scales;
-};
-
 class Encoder {
  public:
   // `stream`: write slots past the caches.
@@ -48,16 +42,12 @@ class Encoder {
 
   const Codec& codec() const { return compression_.codec; }
   // The most values whose encoding fits into so many bytes.
-  int64_t capacity(int64_t bytes) const {
-    int64_t count = bytes / codec().value_bytes() / codec().granule() * codec().granule();
-    while (codec().wire_bytes(count) > bytes) count -= codec().granule();
-    return count;
-  }
-  // Of values [begin, ...) in an encoding of `capacity` values at `memory`; begin is a multiple of
-  // the codec's granule.
+  int64_t capacity(int64_t bytes) const { return codec().capacity(bytes); }
+  // To be filled with the others' contributions, by rank.
+  std::vector<Wire> wires() const { return {}; }
+  // As place_of.
   Place place(char* memory, int64_t capacity, int64_t begin) const {
-    float* scales = reinterpret_cast<float*>(memory + codec().scales_offset(capacity));
-    return {memory + begin * codec().value_bytes(), scales + codec().scales(begin)};
+    return place_of(codec(), memory, capacity, begin);
   }
   Wire wire(const char* memory, int64_t capacity, int64_t begin) const {
     const Place there = place(const_cast<char*>(memory), capacity, begin);
@@ -93,9 +83,12 @@ class Encoder {
   void sum(const std::vector<Wire>& wires, int64_t first, int64_t count) const {
     sum(wires, compression_.divisor, first, count);
   }
-  // A whole encoding, as it is.
-  void pass_on(const char* from, char* to, int64_t capacity) const {
-    copy(to, from, codec().wire_bytes(capacity), stream_);
+  // The first `count` values of an encoding, as they are.
+  void pass_on(const char* from, char* to, int64_t capacity, int64_t count) const {
+    const int64_t scales = codec().scales_offset(capacity);
+    copy(to, from, count * codec().value_bytes(), stream_);
+    copy(to + scales, from + scales, codec().scales(count) * static_cast<int64_t>(sizeof(float)),
+         stream_);
   }
 
  private:

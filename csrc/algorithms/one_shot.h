@@ -14,8 +14,8 @@ namespace pycomm {
 
 // `output` null: this rank only contributes (reduce).
 template <class Slots, class Math>
-int64_t one_shot_all_reduce(Slots& slots, const Math& math, const char* input, char* output,
-                            int64_t count) {
+PYCOMM_ON_DEVICE int64_t one_shot_all_reduce(Slots& slots, const Math& math, const char* input,
+                                             char* output, int64_t count) {
   const int64_t bytes = math.element_bytes();
   const Chunks chunks{count, slots.slot_bytes() / bytes};
 
@@ -27,7 +27,7 @@ int64_t one_shot_all_reduce(Slots& slots, const Math& math, const char* input, c
   };
   const auto reduce_all = [&](int64_t chunk) {
     const int64_t offset = chunks.begin(chunk) * bytes;
-    const char* sources[kMaxRanks];
+    const char* sources[Slots::kMostRanks];
     for (int peer = 0; output && peer < slots.world_size(); ++peer) {
       if (peer != slots.rank()) slots.await(peer, Stage::kFilled, chunk);
       sources[peer] = peer == slots.rank() ? input + offset : slots.of(peer, chunk);

@@ -15,8 +15,8 @@
 namespace pycomm {
 
 template <class Slots, class Math>
-int64_t ring_all_reduce(Slots& slots, const Math& math, const char* input, char* output,
-                        int64_t count) {
+PYCOMM_ON_DEVICE int64_t ring_all_reduce(Slots& slots, const Math& math, const char* input,
+                                         char* output, int64_t count) {
   const int rank = slots.rank(), last = slots.world_size() - 1;
   const int left = rank == 0 ? last : rank - 1;
   const int64_t bytes = math.element_bytes();

@@ -17,8 +17,8 @@ namespace pycomm {
 
 // `output` null: this rank reduces its shard, but wants no result (reduce).
 template <class Slots, class Math>
-int64_t two_shot_all_reduce(Slots& slots, const Math& math, const char* input, char* output,
-                            int64_t count) {
+PYCOMM_ON_DEVICE int64_t two_shot_all_reduce(Slots& slots, const Math& math, const char* input,
+                                             char* output, int64_t count) {
   const int rank = slots.rank(), world_size = slots.world_size();
   const int64_t bytes = math.element_bytes();
   const Chunks chunks{count, slots.slot_bytes() / bytes};
@@ -39,7 +39,7 @@ int64_t two_shot_all_reduce(Slots& slots, const Math& math, const char* input, c
   const auto reduce_shard = [&](int64_t chunk) {
     const Shard s = shard(chunk, rank);
     const int64_t in_chunk = s.begin * bytes, in_tensor = chunks.begin(chunk) * bytes + in_chunk;
-    const char* sources[kMaxRanks];
+    const char* sources[Slots::kMostRanks];
     for (int peer = 0; peer < world_size; ++peer) {
       if (peer != rank) slots.await(peer, Stage::kFilled, chunk);
       sources[peer] = peer == rank ? input + in_tensor : slots.of(peer, chunk) + in_chunk;

@@ -5,11 +5,13 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
 #include "../communicator.h"
 #include "call.h"
+#include "errors.h"
 #include "window.h"
 #include "work.h"
 
@@ -25,16 +27,27 @@ class C10dBackend : public c10d::Backend {
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
   using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
   using Milliseconds = std::chrono::milliseconds;
-  // Makes the backend of a part of this group's ranks: (store, rank, world size, timeout).
-  using Split =
-      std::function<BackendPtr(const c10::intrusive_ptr<c10d::Store>&, int, int, Milliseconds)>;
+  // Makes the backend of a part of this group's ranks: (only of a GPU, store, rank, world size,
+  // timeout).
+  using Split = std::function<BackendPtr(bool, const c10::intrusive_ptr<c10d::Store>&, int, int,
+                                         Milliseconds)>;
 
   // Why this rank leaves its group, if because of an exception.
   using Farewell = std::function<std::string()>;
 
-  C10dBackend(std::shared_ptr<Communicator> communicator, Split split, Farewell farewell);
+  // Makes the communicator of CUDA tensors, when the first one comes.
+  using MakeGpu = std::function<std::shared_ptr<Communicator>()>;
 
+  // `communicator` is that of CPU tensors; a GPU's is that of all tensors. An empty `make_gpu`
+  // refuses CUDA tensors.
+  C10dBackend(std::shared_ptr<Communicator> communicator, MakeGpu make_gpu, Split split,
+              Farewell farewell);
+
+  // Of CPU tensors.
   const std::shared_ptr<Communicator>& communicator() const { return target_.communicator; }
+  std::vector<std::shared_ptr<Communicator>> communicators() const;  // that have been made
+  // Of CUDA tensors.
+  const std::shared_ptr<Communicator>& gpu_communicator() { return gpu_target().communicator; }
 
   const std::string getBackendName() const override { return kBackendName; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
@@ -52,8 +65,10 @@ class C10dBackend : public c10d::Backend {
 
   // Shared memory for tensors, and windows on it.
   bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
+  // On a GPU: memory that NCCL uses in place, once it is registered.
   at::Tensor allocateTensor(long count, at::TensorOptions options) override {
-    return shared_tensor(target_.communicator, count, options);
+    const auto& target = translated([&]() -> const Target& { return target_of(options.device()); });
+    return shared_tensor(target.communicator, count, options);
   }
   std::shared_ptr<c10::Allocator> getMemAllocator() override {
     return shared_allocator(target_.communicator);
@@ -110,10 +125,34 @@ class C10dBackend : public c10d::Backend {
   void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override;
 
  private:
-  // The next call of a collective.
-  Call next(Operation operation, c10d::OpType type) {
-    return Call(target_, operation, type, ++sequence_);
+  // Where a tensor's calls go, and those of a list.
+  const Target& target_of(const at::Tensor& tensor);
+  const Target& target_of(const Tensors& tensors) {
+    return tensors.empty() ? target_ : target_of(tensors[0]);
   }
+  const Target& target_of(c10::Device device) {
+    return device.is_cuda() && !target_.on_gpu() ? gpu_target() : target_;
+  }
+  const Target& gpu_target();
+  // Runs a call of torch's; one that fails drops the group of calls that it is in.
+  template <class Function>
+  auto run(Function&& function);
+  // The next call of a collective; `where` are its tensors, or one of them.
+  template <class Where>
+  Call next(Operation operation, c10d::OpType type, const Where& where) {
+    const Target& target = target_of(where);
+    Call call(target, operation, type, ++sequence_);
+    if (target.on_gpu()) join_group(call, target);
+    return call;
+  }
+  // A call of a group's GPU is collected while calls are coalesced.
+  void join_group(Call& call, const Target& target);
+  // A message's.
+  Call next_message(Operation operation, c10d::OpType type, const Tensors& tensors);
+  bool is_coalescer() const;
+  void drop_group();
+  void end_group(const Target& target, const Call::Collected& works, bool async);
+  WorkPtr together(std::vector<Call> calls, bool async, const Tensors& outputs);
   Call all_reduce_of(const at::Tensor& tensor, const c10d::AllreduceOptions& options);
   Call all_gather_of(const Tensors& outputs, const at::Tensor& input,
                      const c10d::AllgatherOptions& options);
@@ -124,10 +163,13 @@ class C10dBackend : public c10d::Backend {
   WorkPtr receive(Tensors& tensors, int source, int tag, c10d::OpType type);
   // Remembers the work while calls are coalesced.
   WorkPtr note(WorkPtr work);
-  // Submits calls that were all checked before, one after another.
+  // Submits calls that were all checked before: one after another, or on a GPU together.
   WorkPtr in_sequence(std::vector<Call> calls, bool async, const Tensors& outputs);
 
-  Target target_;
+  Target target_, gpu_;
+  const MakeGpu make_gpu_;
+  std::mutex making_gpu_;         // held while Python makes it; whoever has the GIL must not wait
+  mutable std::mutex gpu_mutex_;  // of the pointer
   const Split split_;
   const Farewell farewell_;
   c10::intrusive_ptr<Options> options_;
@@ -135,6 +177,9 @@ class C10dBackend : public c10d::Backend {
   std::mutex coalescing_mutex_;
   bool coalescing_ = false;
   std::vector<WorkPtr> coalesced_;
+  std::thread::id coalescer_;
+  const Target* group_ = nullptr;  // of the group of calls that is open, on a GPU
+  Call::Collected collected_;      // its works so far
 };
 
 // The average of a contiguous CPU tensor over all ranks, in place: the path of DDP's gradient

@@ -16,7 +16,9 @@
 #include "backward_watch.h"
 #include "direct_reducer.h"
 #include "errors.h"
+#include "gpu.h"
 #include "parameter_watch.h"
+#include "store_board.h"
 
 namespace pycomm {
 
@@ -98,18 +100,51 @@ BackwardWatch::Report report_to(py::function function) {
 }
 
 constexpr const char* kCapsule = "pycomm.Communicator";
+constexpr const char* kBoardCapsule = "pycomm.Board";
+
+// For pycomm._core, which shares the object: a pointer to a std::shared_ptr.
+template <class T>
+py::capsule capsule_of(std::shared_ptr<T> object, const char* name) {
+  return py::capsule(new std::shared_ptr<T>(std::move(object)), name,
+                     [](void* pointer) { delete static_cast<std::shared_ptr<T>*>(pointer); });
+}
+
+py::capsule address_of(const std::shared_ptr<Communicator>& communicator) {
+  return capsule_of(communicator, kCapsule);
+}
 
 std::shared_ptr<Communicator> communicator_from(const py::capsule& capsule) {
   return *capsule.get_pointer<std::shared_ptr<Communicator>>();
 }
 
 // The rendezvous of a part of a group's ranks is that of any group; pycomm.backend does it.
-c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store, int rank,
-                                        int world_size, std::chrono::milliseconds timeout) {
+c10::intrusive_ptr<c10d::Backend> split(bool only_gpu, const c10::intrusive_ptr<c10d::Store>& store,
+                                        int rank, int world_size,
+                                        std::chrono::milliseconds timeout) {
   py::gil_scoped_acquire gil;
   return py::module_::import("pycomm.backend")
-      .attr("create_backend")(store, rank, world_size, timeout)
+      .attr(only_gpu ? "create_gpu_backend" : "create_backend")(store, rank, world_size, timeout)
       .cast<c10::intrusive_ptr<C10dBackend>>();
+}
+
+// Kept as long as the backend; called once, by any thread.
+C10dBackend::MakeGpu gpu_maker(std::optional<py::function> function) {
+  if (!function) return nullptr;
+  const std::shared_ptr<py::function> shared(new py::function(std::move(*function)),
+                                             [](py::function* pointer) {
+                                               py::gil_scoped_acquire gil;
+                                               delete pointer;
+                                             });
+  return [shared] {
+    py::gil_scoped_acquire gil;
+    try {
+      return communicator_from((*shared)().cast<py::capsule>());
+    } catch (const py::error_already_set& raised) {
+      const py::object refused = py::module_::import("pycomm.errors").attr("InvalidArgument");
+      throw Error(raised.matches(refused) ? ErrorKind::kInvalidArgument : ErrorKind::kError,
+                  py::str(raised.value()));
+    }
+  };
 }
 
 std::string farewell() {
@@ -180,16 +215,48 @@ PYBIND11_MODULE(_c10d, m) {
   set_interrupt_check(check_signals);
 
   py::class_<C10dBackend, c10d::Backend, c10::intrusive_ptr<C10dBackend>>(m, "C10dBackend")
-      .def(py::init([](const py::capsule& communicator) {
-             return c10::make_intrusive<C10dBackend>(communicator_from(communicator), split,
-                                                     farewell);
+      .def(py::init([](const py::capsule& communicator, std::optional<py::function> make_gpu) {
+             return c10::make_intrusive<C10dBackend>(
+                 communicator_from(communicator), gpu_maker(std::move(make_gpu)), split, farewell);
            }),
-           py::arg("communicator"))
-      .def("_communicator_address", [](const C10dBackend& self) {
-        return py::capsule(
-            new std::shared_ptr<Communicator>(self.communicator()), kCapsule,
-            [](void* pointer) { delete static_cast<std::shared_ptr<Communicator>*>(pointer); });
-      });
+           py::arg("communicator"), py::arg("make_gpu") = py::none(),
+           "make_gpu() returns the address of the communicator of CUDA tensors.")
+      .def("_communicator_address",
+           [](const C10dBackend& self) { return address_of(self.communicator()); })
+      .def(
+          "_communicator_addresses",
+          [](const C10dBackend& self) {
+            py::list addresses;
+            for (const auto& communicator : self.communicators())
+              addresses.append(address_of(communicator));
+            return addresses;
+          },
+          "Of the communicators that there are.")
+      .def(
+          "_gpu_communicator_address",
+          [](C10dBackend& self) {
+            std::shared_ptr<Communicator> communicator;
+            {
+              py::gil_scoped_release release;
+              communicator = translated([&] { return self.gpu_communicator(); });
+            }
+            return address_of(communicator);
+          },
+          "Of the communicator of CUDA tensors, which is made if there is none yet.");
+  m.def(
+      "make_board",
+      [](const c10::intrusive_ptr<c10d::Store>& store) {
+        py::gil_scoped_release release;
+        std::shared_ptr<Board> board =
+            translated([&] { return std::make_shared<StoreBoard>(store); });
+        py::gil_scoped_acquire acquire;
+        return capsule_of(std::move(board), kBoardCapsule);
+      },
+      py::arg("store"), "A Store for NcclCommunicator, whose threads use it without the GIL.");
+  m.def(
+      "set_stand_in_stream",
+      [](uintptr_t stream) { set_stand_in_stream(reinterpret_cast<void*>(stream)); },
+      py::arg("stream"), "Tests only: the stream of CPU tensors in a group of GPUs.");
 
   py::class_<HookTarget, std::shared_ptr<HookTarget>>(m, "HookTarget")
       .def(py::init([](const py::capsule& communicator, const BackwardWatch& watch) {

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "errors.h"
+#include "gpu.h"
 
 namespace pycomm {
 namespace {
@@ -56,6 +57,11 @@ DType to_dtype(at::ScalarType type, Name&& call) {
       throw Error(ErrorKind::kInvalidArgument,
                   concat(call(), ": dtype ", c10::toString(type), " is not supported"));
   }
+}
+
+void complete_with(const c10::intrusive_ptr<C10dWork>& work,
+                   const std::shared_ptr<Pending>& pending) {
+  pending->on_done([work](std::exception_ptr exception) { work->complete(for_torch(exception)); });
 }
 
 template <class Name>
@@ -182,6 +188,9 @@ void Call::set_dtype(const at::Tensor& tensor) {
   request_.count = tensor.numel();
   request_.shape = {tensor.dim(), tensor.sizes().data()};
   dtype_ = tensor.scalar_type();
+  device_ = tensor.device();
+  PYCOMM_CHECK(target_.on_gpu() || device_.is_cpu(), kInvalidArgument, name(tensor),
+               " is on device ", device_.str(), ", but this group works on CPU and CUDA tensors");
 }
 
 void Call::set_op(const c10d::ReduceOp& op) {
@@ -264,17 +273,16 @@ std::exception_ptr Call::outcome_of_write_back(const std::vector<Copy>& copies) 
   }
 }
 
+std::string Call::name(const at::Tensor& tensor) const {
+  std::ostringstream text;
+  text << name() << ": tensor of shape " << tensor.sizes() << " and dtype " << tensor.scalar_type();
+  return text.str();
+}
+
 at::Tensor Call::plain(const at::Tensor& tensor, int64_t count, bool written) {
-  const auto what = [&] {
-    std::ostringstream text;
-    text << name() << ": tensor of shape " << tensor.sizes() << " and dtype "
-         << tensor.scalar_type();
-    return text.str();
-  };
-  PYCOMM_CHECK(tensor.device().is_cpu(), kInvalidArgument, what(), " is on device ",
-               tensor.device().str(),
-               ", but this group works on CPU tensors; for CUDA use "
-               "init_process_group('cpu:pycomm,cuda:nccl')");
+  const auto what = [&] { return name(tensor); };
+  PYCOMM_CHECK(tensor.device() == device_, kInvalidArgument, what(), " is on device ",
+               tensor.device().str(), ", but the call's other tensors are on ", device_.str());
   PYCOMM_CHECK(tensor.layout() == at::kStrided, kInvalidArgument, what(),
                " is sparse, which only all_reduce supports; pass tensor.to_dense()");
   PYCOMM_CHECK(tensor.scalar_type() == dtype_, kInvalidArgument, what(),
@@ -288,6 +296,8 @@ at::Tensor Call::plain(const at::Tensor& tensor, int64_t count, bool written) {
                    kInvalidArgument, what(), " overlaps another output");
     written_.push_back({tensor, is_plain});
   }
+  PYCOMM_CHECK(is_plain || !written || !collected_, kInvalidArgument, what(),
+               " is not contiguous, which results of a group of calls have to be");
   if (is_plain) {
     kept_.push_back(tensor);
     return tensor;
@@ -317,6 +327,7 @@ c10::intrusive_ptr<C10dWork> Call::make_work(std::vector<at::Tensor> outputs) {
       has_event_ ? title_of(request_.operation, type_) : nullptr, sequence_};
   auto work =
       c10::make_intrusive<C10dWork>(description, profiled(), std::move(outputs), target_.observers);
+  if (target_.on_gpu()) work->set_device(device_);
   if (target_.observers && target_.observers->any()) {
     Observers::Extensions claimed;
     const auto extra = target_.observers->claim_extensions(&claimed);
@@ -334,10 +345,14 @@ c10::intrusive_ptr<C10dWork> Call::start(std::vector<at::Tensor> outputs, Start&
   std::shared_ptr<Pending> pending;
   try {
     pending = start();
-    if (!pending) write_back(copies_);
+    if (!pending && !collected_) write_back(copies_);
   } catch (...) {
     work->complete(for_torch(std::current_exception()));
     throw;
+  }
+  if (collected_) {
+    collected_->push_back(work);
+    return work;
   }
   if (!pending) {
     work->complete(nullptr);
@@ -345,6 +360,10 @@ c10::intrusive_ptr<C10dWork> Call::start(std::vector<at::Tensor> outputs, Start&
   }
   work->set_pending(
       pending, request_.operation == Operation::kSend || request_.operation == Operation::kRecv);
+  if (target_.on_gpu()) {
+    complete_with(work, pending);
+    return work;
+  }
   pending->on_done(
       [work, copies = std::move(copies_), kept = std::move(kept_)](std::exception_ptr exception) {
         if (!exception) exception = outcome_of_write_back(copies);
@@ -353,10 +372,38 @@ c10::intrusive_ptr<C10dWork> Call::start(std::vector<at::Tensor> outputs, Start&
   return work;
 }
 
+void Call::end_collected(const Collected& works, const std::shared_ptr<Pending>& pending) {
+  for (const auto& work : works) {
+    if (!pending) {  // it is on the caller's stream
+      work->complete(nullptr);
+      continue;
+    }
+    work->set_pending(pending, false);
+    complete_with(work, pending);
+  }
+}
+
+void Call::fail_collected(const Collected& works, std::exception_ptr failure) {
+  for (const auto& work : works) work->complete(for_torch(failure));
+}
+
+// On a GPU the communicator keeps the tensors, also of what failed until nothing can use them.
+// Those of a call on the caller's stream torch's allocator keeps, which goes by streams.
+std::shared_ptr<void> Call::keep_alive(bool async) {
+  if (!target_.on_gpu() || !(async || collected_)) return nullptr;
+  return std::make_shared<std::vector<at::Tensor>>(std::move(kept_));
+}
+
+// On a GPU, results that are copied back are copied on the caller's stream, so the operation runs
+// there, too.
 c10::intrusive_ptr<C10dWork> Call::submit(bool async, std::vector<at::Tensor> outputs) {
   return start(std::move(outputs), [&] {
     request_.timeout = timeout_;
-    return target_.communicator->submit(std::move(request_), async, nullptr);
+    if (target_.on_gpu()) {
+      request_.stream = current_stream(device_);
+      async = async && copies_.empty();
+    }
+    return target_.communicator->submit(std::move(request_), async, keep_alive(async));
   });
 }
 
@@ -371,7 +418,8 @@ c10::intrusive_ptr<C10dWork> Call::post(int peer, int tag, void* data) {
     message.data = data;
     message.timeout = timeout_;
     message.shape = request_.shape;
-    return target_.communicator->post(message, nullptr);
+    if (target_.on_gpu()) message.stream = current_stream(device_);
+    return target_.communicator->post(message, keep_alive(true));
   });
 }
 

@@ -16,6 +16,7 @@ namespace pycomm {
 struct Target {
   std::shared_ptr<Communicator> communicator;
   std::shared_ptr<Observers> observers;
+  bool on_gpu() const { return communicator->works_on_gpu(); }
 };
 
 // Builds a Request from tensors: checks them, and replaces those that are not plain memory by
@@ -26,9 +27,11 @@ class Call {
 
   // What an error message begins with.
   std::string name() const;
+  std::string name(const at::Tensor& tensor) const;
   int world_size() const { return target_.communicator->world_size(); }
 
-  void set_dtype(const at::Tensor& tensor);  // and the count
+  void set_dtype(const at::Tensor& tensor);                  // and the count and the device
+  void set_device(c10::Device device) { device_ = device; }  // of a call without tensors
   void set_op(const c10d::ReduceOp& op);
   void set_timeout(std::chrono::milliseconds timeout) {
     if (timeout > std::chrono::milliseconds(0)) timeout_ = timeout;
@@ -45,6 +48,14 @@ class Call {
   // empty.
   void split_input(const at::Tensor& tensor, const std::vector<int64_t>& splits);
   void split_output(const at::Tensor& tensor, const std::vector<int64_t>& splits);
+
+  // The call is one of a group (see Communicator::begin_group): submitted, its work waits in the
+  // list for what the group ends with.
+  using Collected = std::vector<c10::intrusive_ptr<C10dWork>>;
+  void collect_in(Collected* works) { collected_ = works; }
+  bool is_collected() const { return collected_ != nullptr; }
+  static void end_collected(const Collected& works, const std::shared_ptr<Pending>& pending);
+  static void fail_collected(const Collected& works, std::exception_ptr failure);
 
   // In profiles, calls that torch sees as one are one event: this call's, with the tensors of both.
   void take_event_of(Call& earlier);
@@ -71,6 +82,7 @@ class Call {
   const std::vector<at::Tensor>& profiled() const { return sources_.empty() ? kept_ : sources_; }
   at::Tensor plain(const at::Tensor& tensor, int64_t count, bool written);
   std::vector<int64_t> lengths(const at::Tensor& tensor, const std::vector<int64_t>& splits) const;
+  std::shared_ptr<void> keep_alive(bool async);
   c10::intrusive_ptr<C10dWork> make_work(std::vector<at::Tensor> outputs);
   template <class Start>
   c10::intrusive_ptr<C10dWork> start(std::vector<at::Tensor> outputs, Start&& start);
@@ -81,9 +93,11 @@ class Call {
   Request request_;
   std::chrono::milliseconds timeout_{0};
   at::ScalarType dtype_ = at::kFloat;
+  c10::Device device_ = at::kCPU;
   std::vector<at::Tensor> kept_;     // alive until the operation is done
   std::vector<at::Tensor> sources_;  // while something profiles: what went in
   bool has_event_ = true;
+  Collected* collected_ = nullptr;
   std::vector<Copy> copies_;
   std::vector<Written> written_;
 };

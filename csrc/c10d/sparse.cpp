@@ -98,8 +98,10 @@ c10::intrusive_ptr<C10dWork> sparse_all_reduce(const Target& target, Call call,
   call.set_dtype(tensor);
   call.set_op(options.reduceOp);
   const Request request = call.request();
-  PYCOMM_CHECK(tensor.device().is_cpu(), kInvalidArgument, call.name(), ": a sparse tensor on ",
-               tensor.device().str(), ", but this group works on CPU tensors");
+  PYCOMM_CHECK(!target.on_gpu(), kInvalidArgument, call.name(), ": a sparse tensor on ",
+               tensor.device().str(),
+               ", but sparse tensors work on the CPU only; pass "
+               "tensor.to_dense()");
   PYCOMM_CHECK(request.op == ReduceOp::kSum || request.op == ReduceOp::kAvg, kInvalidArgument,
                call.name(), ": sparse tensors support sum and avg, not ", name_of(request.op));
   PYCOMM_CHECK(can_reduce(request.dtype, request.op), kInvalidArgument, call.name(), ": op '",

@@ -44,9 +44,10 @@ std::shared_ptr<c10::Allocator> shared_allocator(std::shared_ptr<Communicator> c
 at::Tensor shared_tensor(const std::shared_ptr<Communicator>& communicator, int64_t count,
                          const at::TensorOptions& options) {
   return translated([&] {
-    PYCOMM_CHECK(count >= 0 && options.device().is_cpu(), kInvalidArgument, "rank ",
-                 communicator->rank(), ": a shared tensor of ", count, " elements on device ",
-                 options.device().str(), "; it must be on the CPU");
+    PYCOMM_CHECK(count >= 0 && (options.device().is_cpu() || communicator->works_on_gpu()),
+                 kInvalidArgument, "rank ", communicator->rank(), ": a shared tensor of ", count,
+                 " elements on device ", options.device().str(),
+                 "; it must be on the CPU or on a GPU");
     const auto bytes = count * static_cast<int64_t>(options.dtype().itemsize());
     auto memory = communicator->allocate(bytes);
     void* data = memory.get();

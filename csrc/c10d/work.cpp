@@ -7,6 +7,7 @@
 
 #include "../interrupt.h"
 #include "errors.h"
+#include "gpu.h"
 
 namespace pycomm {
 
@@ -93,7 +94,7 @@ void C10dWork::complete(std::exception_ptr exception) {
   }
   if (observers_ && observers_->any()) tell_observers();
   finish(exception);
-  if (future) mark(*future);
+  if (future && !future->completed()) mark(*future);
   over_.store(true, std::memory_order_release);
 }
 
@@ -146,7 +147,7 @@ void C10dWork::check_process() const {
 // before, since then a callback could not wait for the work.
 bool C10dWork::isCompleted() {
   check_process();
-  if (is_message_) pending_->is_done();
+  if (is_message_ || (on_gpu_ && pending_)) pending_->is_done();
   if (!Work::isCompleted()) return false;
   const auto future = future_so_far();
   return !future || future->completed();
@@ -159,8 +160,22 @@ bool C10dWork::wait_a_while(std::chrono::milliseconds at_most) {
   return completed_ || cv_.wait_for(lock, at_most, [this] { return completed_; });
 }
 
+// Like torch's NCCL: with a limit the host waits, too.
 bool C10dWork::wait(std::chrono::milliseconds timeout) {
   check_process();
+  if (!on_gpu_) return wait_on_host(timeout);
+  if (Work::isCompleted() && exception()) std::rethrow_exception(exception());
+  if (pending_) pending_->order(current_stream(device_));
+  if (timeout <= kNoTimeout) return true;  // also within its group of calls, as in torch
+  translated([&] {
+    PYCOMM_CHECK(pending_ || Work::isCompleted(), kInvalidArgument, "rank ", rank_,
+                 ": wait(timeout) for ", c10d::opTypeToString(opType_),
+                 " within the group of calls that it starts with");
+  });
+  return wait_on_host(timeout);
+}
+
+bool C10dWork::wait_on_host(std::chrono::milliseconds timeout) {
   const bool limited = timeout > kNoTimeout;
   const auto deadline = limited ? Clock::now() + timeout : Clock::time_point::max();
   const auto slice = [&] {
@@ -202,11 +217,19 @@ c10::intrusive_ptr<c10::ivalue::Future> C10dWork::getFuture() {
   check_process();
   std::lock_guard<std::mutex> lock(mutex_);
   if (!future_) {
-    future_ =
-        c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-    if (settled_) mark(*future_);
+    future_ = make_future();
+    if (settled_ && !future_->completed()) mark(*future_);
   }
   return future_;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> C10dWork::make_future() const {
+  if (on_gpu_ && device_.is_cuda() && pending_ && !failure_)
+    return future_on_stream(device_, *pending_, outputs_);
+  std::vector<c10::Device> devices;
+  if (device_.is_cuda()) devices.push_back(device_);
+  return c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
+                                                  std::move(devices));
 }
 
 // ---- several works

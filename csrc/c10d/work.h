@@ -83,6 +83,11 @@ class C10dWork : public c10d::Work {
     pending_ = std::move(pending);
     is_message_ = is_message;
   }
+  // It is one of a communicator of GPUs: waits order streams, and the host goes on.
+  void set_device(c10::Device device) {
+    device_ = device;
+    on_gpu_ = true;
+  }
   void set_extensions(Observers::Extensions extensions) { extensions_ = std::move(extensions); }
   // Called once: by the submitter, or by the thread that finishes the operation.
   void complete(std::exception_ptr exception);
@@ -91,6 +96,8 @@ class C10dWork : public c10d::Work {
   using Clock = std::chrono::steady_clock;
   void check_process() const;
   bool wait_a_while(std::chrono::milliseconds at_most);
+  bool wait_on_host(std::chrono::milliseconds timeout);
+  c10::intrusive_ptr<c10::ivalue::Future> make_future() const;
   // Null if nobody has asked for it.
   c10::intrusive_ptr<c10::ivalue::Future> future_so_far();
   void mark(c10::ivalue::Future& future) const;
@@ -102,6 +109,8 @@ class C10dWork : public c10d::Work {
   Observers::Extensions extensions_;
   std::shared_ptr<Pending> pending_;
   bool is_message_ = false;
+  bool on_gpu_ = false;
+  c10::Device device_ = at::kCPU;
   Clock::time_point started_, finished_;            // if somebody observes
   c10::intrusive_ptr<c10::ivalue::Future> future_;  // made when asked for
   bool settled_ = false;  // complete() has taken over: a future asked for later is marked at once

@@ -49,7 +49,7 @@ struct Codec {
   WireFormat format = WireFormat::kFloat16;
   int32_t block = 0;
 
-  int64_t value_bytes() const {
+  PYCOMM_HOST_DEVICE int64_t value_bytes() const {
 #define PYCOMM_CASE(enumerator, text, bytes) \
   case WireFormat::enumerator:               \
     return bytes;
@@ -57,16 +57,25 @@ struct Codec {
 #undef PYCOMM_CASE
     return 0;
   }
-  int64_t scales(int64_t count) const { return block > 0 ? (count + block - 1) / block : 0; }
+  PYCOMM_HOST_DEVICE int64_t scales(int64_t count) const {
+    return block > 0 ? (count + block - 1) / block : 0;
+  }
   // What `count` values take: the values, and their scales from the next cache line on.
-  int64_t scales_offset(int64_t count) const {
+  PYCOMM_HOST_DEVICE int64_t scales_offset(int64_t count) const {
     return round_up(count * value_bytes(), static_cast<int64_t>(kLineBytes));
   }
-  int64_t wire_bytes(int64_t count) const {
+  PYCOMM_HOST_DEVICE int64_t wire_bytes(int64_t count) const {
     return scales_offset(count) + scales(count) * static_cast<int64_t>(sizeof(float));
   }
   // What a range of values must begin at a multiple of, to begin with a block and a cache line.
-  int64_t granule() const { return block > 0 ? block : kBlockGranule; }
+  PYCOMM_HOST_DEVICE int64_t granule() const { return block > 0 ? block : kBlockGranule; }
+  // The most values, a multiple of the granule, whose encoding fits into so many bytes.
+  PYCOMM_HOST_DEVICE int64_t capacity(int64_t bytes) const {
+    const int64_t granule_bytes = granule() * value_bytes() + scales(granule()) * 4;
+    int64_t count = bytes / granule_bytes * granule();
+    while (wire_bytes(count) > bytes) count -= granule();  // once, for what is rounded to lines
+    return count;
+  }
 
   friend bool operator==(const Codec& a, const Codec& b) {
     return a.format == b.format && a.block == b.block;
@@ -80,6 +89,19 @@ struct Wire {
   const void* values = nullptr;
   const float* scales = nullptr;
 };
+
+// Where encoded values are to lie.
+struct Place {
+  char* values = nullptr;
+  float* scales = nullptr;
+};
+// Of values [begin, ...) in an encoding of `capacity` values at `memory`; begin is a multiple of
+// the codec's granule.
+PYCOMM_HOST_DEVICE inline Place place_of(const Codec& codec, char* memory, int64_t capacity,
+                                         int64_t begin) {
+  float* scales = reinterpret_cast<float*>(memory + codec.scales_offset(capacity));
+  return {memory + begin * codec.value_bytes(), scales + codec.scales(begin)};
+}
 
 // What encoding did, of finite values; added up over calls.
 struct CodecCounts {

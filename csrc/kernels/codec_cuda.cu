@@ -7,12 +7,10 @@
 #include "codec_cuda.h"
 #include "codec_kernel.cuh"
 #include "cuda_launch.cuh"
+#include "lists_on_stream.cuh"
 
 namespace pycomm {
 namespace {
-
-// What the registers of a processor are enough for, at 64 a thread.
-constexpr int kThreadsPerProcessor = 1024;
 
 template <WireFormat kFormat>
 auto kernel_for(DType dtype) {
@@ -34,22 +32,6 @@ auto kernel_for(WireFormat format, DType dtype) {
 #undef PYCOMM_CASE
   }
   return kernel_for<WireFormat::kFloat16>(dtype);  // not reached: check(codec) knows all formats
-}
-
-void check_call(const TranscodeCall& call, const DeviceSpans& inputs, const DeviceSpans& outputs) {
-  check(call.codec);
-  PYCOMM_CHECK(can_transcode(call.dtype), kInvalidArgument,
-               "only float32, float16 and bfloat16 are compressed, not ", name_of(call.dtype));
-  PYCOMM_CHECK(call.num_wires >= 0 && call.num_wires <= kMostDeviceWires, kInvalidArgument,
-               "transcode on CUDA sums the wires of up to ", kMostDeviceWires, " others, not ",
-               call.num_wires);
-  PYCOMM_CHECK(call.own <= call.num_wires && (call.own >= 0 || call.num_wires > 0),
-               kInvalidArgument, "transcode on CUDA: own = ", call.own, " among ", call.num_wires,
-               " wires");
-  PYCOMM_CHECK(call.own < 0 || inputs.count > 0, kInvalidArgument,
-               "transcode on CUDA: a rank that contributes needs inputs");
-  PYCOMM_CHECK(call.values || outputs.count > 0, kInvalidArgument,
-               "transcode on CUDA: neither values nor outputs to write");
 }
 
 DeviceTranscodeCall device_call(const TranscodeCall& call, const DeviceSpans& inputs,
@@ -77,22 +59,51 @@ DeviceTranscodeCall device_call(const TranscodeCall& call, const DeviceSpans& in
 
 }  // namespace
 
+void check_launch(const TranscodeCall& call) {
+  check(call.codec);
+  PYCOMM_CHECK(can_transcode(call.dtype), kInvalidArgument,
+               "only float32, float16 and bfloat16 are compressed, not ", name_of(call.dtype));
+  PYCOMM_CHECK(call.num_wires >= 0 && call.num_wires <= kMostDeviceWires, kInvalidArgument,
+               "transcode on CUDA sums the wires of up to ", kMostDeviceWires, " others, not ",
+               call.num_wires);
+  PYCOMM_CHECK(call.own <= call.num_wires && (call.own >= 0 || call.num_wires > 0),
+               kInvalidArgument, "transcode on CUDA: own = ", call.own, " among ", call.num_wires,
+               " wires");
+  const auto check_values = [](const char* whose, const void* values) {
+    PYCOMM_CHECK(is_aligned_pack(values), kInvalidArgument, "transcode on CUDA: the values of ",
+                 whose, " must be aligned to ", kPackBytes, " bytes, not at ", values);
+  };
+  for (int wire = 0; wire < call.num_wires; ++wire) check_values("a wire", call.wires[wire].values);
+  check_values("the result", call.values);
+}
+
 void launch_transcode(const TranscodeCall& call, const DeviceSpans& inputs,
                       const DeviceSpans& outputs, void* stream) {
-  check_call(call, inputs, outputs);
+  check_launch(call);
   if (call.count == 0) return;
+  PYCOMM_CHECK(call.own < 0 || inputs.count > 0, kInvalidArgument,
+               "transcode on CUDA: a rank that contributes needs inputs");
+  PYCOMM_CHECK(call.values || outputs.count > 0, kInvalidArgument,
+               "transcode on CUDA: neither values nor outputs to write");
   // Half as many threads where that still has lanes for a codec block: more blocks to share out.
   const int threads =
       call.codec.block > kMaxBlock / 2 ? kMostTranscodeThreads : kMostTranscodeThreads / 2;
   const int64_t length = std::max<int64_t>(call.codec.block, kBlockGranule);
   const int64_t tile = threads * int64_t{kTranscodeLanes} / length * length;
-  const int64_t resident = int64_t{processors()} * (kThreadsPerProcessor / threads);
+  const int64_t resident = int64_t{processors()} * (kTranscodeThreadsPerProcessor / threads);
   const int64_t blocks = std::min((call.count + tile - 1) / tile, resident);
   kernel_for(
       call.codec.format,
       call.dtype)<<<static_cast<unsigned>(blocks), threads, 0, static_cast<cudaStream_t>(stream)>>>(
       device_call(call, inputs, outputs));
   check_cuda(cudaGetLastError(), "launch of transcode_kernel");
+}
+
+void launch_transcode(const TranscodeCall& call, const std::vector<Span>& inputs,
+                      const std::vector<Span>& outputs, void* stream) {
+  if (call.count == 0) return check_launch(call);
+  const ListsOnStream lists(inputs, outputs, static_cast<cudaStream_t>(stream));
+  launch_transcode(call, lists.inputs(), lists.outputs(), stream);
 }
 
 }  // namespace pycomm

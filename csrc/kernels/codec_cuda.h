@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "codec.h"
 
@@ -32,11 +33,21 @@ inline void fill_device_spans(const Span* spans, int count, DeviceSpan* list) {
   list[count] = {nullptr, begin};
 }
 
+// Throws kInvalidArgument for a call that the launcher refuses; asks no device.
+void check_launch(const TranscodeCall& call);
+
 // transcode(call) on a stream (a cudaStream_t), in one launch however many tensors there are. All
-// pointers in `call` are device memory, but for the array of wires, which is read before this
-// returns; `inputs` and `outputs` stand in place of the call's own, which are not looked at, and
-// may be empty. `counts` is added to atomically.
+// pointers in `call` are device memory, wires and values aligned to 16 bytes, but for the array of
+// wires, which is read before this returns; `inputs` and `outputs` stand in place of the call's
+// own, which are not looked at, and may be empty. `counts` is added to atomically.
 void launch_transcode(const TranscodeCall& call, const DeviceSpans& inputs,
                       const DeviceSpans& outputs, void* stream);
+
+// The same with lists on the host, read before this returns. Of several tensors, what the kernel
+// finds them by is copied ahead of it, on the stream, into memory that the stream takes and gives
+// back; nothing waits for the device. A stream that is being captured cannot do that: use the
+// function above.
+void launch_transcode(const TranscodeCall& call, const std::vector<Span>& inputs,
+                      const std::vector<Span>& outputs, void* stream);
 
 }  // namespace pycomm

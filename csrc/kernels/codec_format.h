@@ -81,13 +81,12 @@ PYCOMM_HOST_DEVICE PYCOMM_ALWAYS_INLINE float scaled_limit(int32_t largest) {
     return Format::kLargest;
 }
 
-// Uniformly distributed 24 bits from a number: two rounds of multiplication and shift, as in the
-// finaliser of MurmurHash3 (Appleby, public domain).
+// Uniformly distributed 24 bits from the two halves of a number and a seed: two rounds of
+// multiplication and shift, as in the finaliser of MurmurHash3 (Appleby, public domain).
 template <class U>
-PYCOMM_HOST_DEVICE PYCOMM_ALWAYS_INLINE U random_24_bits(U number, uint32_t key_low,
-                                                         uint32_t key_high) {
-  U mixed = (number ^ key_low) * 0x9e3779b9u;
-  mixed = (mixed ^ (mixed >> 16)) + key_high;
+PYCOMM_HOST_DEVICE PYCOMM_ALWAYS_INLINE U random_24_bits(U low, U high, uint64_t seed) {
+  U mixed = (low ^ static_cast<uint32_t>(seed)) * 0x9e3779b9u;
+  mixed = (mixed ^ (mixed >> 16)) + (high + static_cast<uint32_t>(seed >> 32));
   mixed = mixed * 0x85ebca6bu;
   mixed = (mixed ^ (mixed >> 13)) * 0xc2b2ae35u;
   return (mixed ^ (mixed >> 16)) >> 8;

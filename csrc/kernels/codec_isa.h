@@ -168,6 +168,7 @@ class Transcoder {
         const int64_t lanes = count - at;
         __builtin_prefetch(from + at + kPrefetchBytes / static_cast<int64_t>(sizeof(T)));
         Floats value = scaled(widen_lanes(from + at, lanes), call_.factor);
+        if (lanes < kFloats) value = first_lanes(value, lanes);  // the factor may be infinite
         if (residual) {
           __builtin_prefetch(residual + begin + at +
                              kPrefetchBytes / static_cast<int64_t>(sizeof(float)));
@@ -179,10 +180,10 @@ class Transcoder {
     return largest;
   }
 
-  // Division keeps the order of magnitudes.
+  // Division keeps the order of magnitudes, whatever the divisor's sign.
   int32_t divide(int32_t largest) {
     for_each_vector([&](int64_t at, int64_t) { buffer(at, buffered(at) / call_.divisor); });
-    return bits_as<int32_t>(bits_as<float>(largest) / call_.divisor);
+    return bits_as<int32_t>(bits_as<float>(largest) / call_.divisor) & 0x7fffffff;
   }
 
   // ---- the sum's ways out
@@ -294,12 +295,13 @@ class Transcoder {
   }
   PYCOMM_ALWAYS_INLINE Ints32 random_bits(int64_t at) const {
     const uint64_t number = static_cast<uint64_t>(call_.first + at);
-    Bits32 numbers = Bits32{} + static_cast<uint32_t>(number);
+    const Bits32 first = Bits32{} + static_cast<uint32_t>(number);
+    Bits32 numbers = first;
     for (int lane = 0; lane < kFloats; ++lane) numbers[lane] += static_cast<uint32_t>(lane);
-    const uint32_t low = static_cast<uint32_t>(call_.seed);
-    const uint32_t high =
-        static_cast<uint32_t>(call_.seed >> 32) + static_cast<uint32_t>(number >> 32);
-    return (Ints32)random_24_bits(numbers, low, high);
+    const Bits32 carries =
+        (Bits32)(numbers < first);  // all ones in lanes behind a multiple of 2^32
+    const Bits32 high = Bits32{} + static_cast<uint32_t>(number >> 32) - carries;
+    return (Ints32)random_24_bits(numbers, high, call_.seed);
   }
 
   void write_outputs() {

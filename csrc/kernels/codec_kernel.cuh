@@ -17,6 +17,8 @@ namespace pycomm {
 
 inline constexpr int kTranscodeLanes = 8;  // consecutive values of a thread
 inline constexpr int kMostTranscodeThreads = kMaxBlock / kTranscodeLanes;
+// What the registers of a processor are enough for, at 64 a thread.
+inline constexpr int kTranscodeThreadsPerProcessor = 1024;
 inline constexpr int kMostDeviceWires = kMaxRanks - 1;
 inline constexpr int kWarpThreads = 32;
 static_assert(kBlockGranule % kTranscodeLanes == 0, "a thread's values share a scale");
@@ -113,11 +115,11 @@ __device__ inline int find_span(const DeviceSpans& spans, int64_t number) {
 // Where a thread's elements are, [number, number + lanes) of the tensors' numbering: together, from
 // `together` on, or one by one, from tensor `span` on.
 template <class T>
-struct Place {
+struct LanePlace {
   T* together = nullptr;
   int span = 0;
 
-  __device__ PYCOMM_ALWAYS_INLINE Place(const DeviceSpans& spans, int64_t number, int lanes) {
+  __device__ PYCOMM_ALWAYS_INLINE LanePlace(const DeviceSpans& spans, int64_t number, int lanes) {
     if (spans.count == 1) {
       together = static_cast<T*>(spans.data) + number;
       return;
@@ -140,19 +142,66 @@ __device__ inline int32_t magnitude_bits(float value) {
   return bits_as<int32_t>(value) & 0x7fffffff;
 }
 
-// `block`: the codec block that the values are in.
+// A thread's encoded values of one wire, which is aligned to kPackBytes, and their scale.
+template <class Value>
+struct WireLanes {
+  static constexpr int kLanes = Access<Value>::kLanes, kParts = kTranscodeLanes / kLanes;
+  Access<Value> parts[kParts];
+  float up;
+
+  __device__ PYCOMM_ALWAYS_INLINE void load(const Value* from, float scale) {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part)
+      parts[part] = reinterpret_cast<const Access<Value>*>(from)[part];
+    up = scale;
+  }
+  __device__ PYCOMM_ALWAYS_INLINE void add_to(float (&sum)[kTranscodeLanes]) const {
+#pragma unroll
+    for (int lane = 0; lane < kTranscodeLanes; ++lane) {
+      const Value value = parts[lane / kLanes].lanes[lane % kLanes];
+      sum[lane] = sum[lane] + scaled(to_accumulator(value, 0.0f), up);
+    }
+  }
+};
+
+// Adds wires [from, to), in this order; the loads of kAtOnce are on their way before the first
+// is needed. `block`: the codec block that the values are in.
 template <class Format>
 __device__ PYCOMM_ALWAYS_INLINE void add_wires(const DeviceTranscodeCall& call, int from, int to,
                                                int64_t block, int64_t at, int lanes,
                                                float (&sum)[kTranscodeLanes]) {
   using Value = typename Format::Value;
-  for (int wire = from; wire < to; ++wire) {
-    const float up = call.block > 0 ? call.wires[wire].scales[block] : 1.0f;
-    load_lanes(static_cast<const Value*>(call.wires[wire].values) + at, lanes,
-               [&](int lane, Value value) {
-                 sum[lane] = sum[lane] + scaled(to_accumulator(value, 0.0f), up);
-               });
+  constexpr int kAtOnce = sizeof(Value) < sizeof(float) ? 2 : 1;  // what registers are enough for
+  const auto values = [&](int wire) {
+    return static_cast<const Value*>(call.wires[wire].values) + at;
+  };
+  const auto scale = [&](int wire) {
+    if (std::is_same_v<Value, float>) return 1.0f;  // fp32 has none
+    return call.block > 0 ? call.wires[wire].scales[block] : 1.0f;
+  };
+  if (lanes < kTranscodeLanes) {
+    for (int wire = from; wire < to; ++wire)
+#pragma unroll
+      for (int lane = 0; lane < kTranscodeLanes; ++lane)
+        if (lane < lanes)
+          sum[lane] = sum[lane] + scaled(to_accumulator(values(wire)[lane], 0.0f), scale(wire));
+    return;
   }
+  int wire = from;
+  for (; wire + kAtOnce <= to; wire += kAtOnce) {
+    WireLanes<Value> several[kAtOnce];
+#pragma unroll
+    for (int one = 0; one < kAtOnce; ++one)
+      several[one].load(values(wire + one), scale(wire + one));
+#pragma unroll
+    for (int one = 0; one < kAtOnce; ++one) several[one].add_to(sum);
+  }
+  if constexpr (kAtOnce > 1)
+    for (; wire < to; ++wire) {
+      WireLanes<Value> one;
+      one.load(values(wire), scale(wire));
+      one.add_to(sum);
+    }
 }
 
 template <class T>
@@ -167,7 +216,7 @@ __device__ PYCOMM_ALWAYS_INLINE void add_own(const DeviceTranscodeCall& call, in
     sum[lane] = sum[lane] + value;
   };
   const int64_t number = call.first + at;
-  Place<const T> place(call.inputs, number, lanes);
+  LanePlace<const T> place(call.inputs, number, lanes);
   if (place.together) {
     load_lanes(place.together, lanes, add);
   } else {
@@ -182,7 +231,7 @@ __device__ PYCOMM_ALWAYS_INLINE void write_outputs(const DeviceTranscodeCall& ca
                                                    int lanes,
                                                    const float (&values)[kTranscodeLanes]) {
   const int64_t number = call.first + at;
-  Place<T> place(call.outputs, number, lanes);
+  LanePlace<T> place(call.outputs, number, lanes);
   if (place.together) {
     store_lanes(place.together, lanes, [&](int lane) { return from_accumulator<T>(values[lane]); });
   } else {
@@ -254,10 +303,8 @@ struct LaneEncoder {
   }
   __device__ PYCOMM_ALWAYS_INLINE int32_t random_bits(int64_t at) const {
     const uint64_t number = static_cast<uint64_t>(call.first + at);
-    const uint32_t high =
-        static_cast<uint32_t>(call.seed >> 32) + static_cast<uint32_t>(number >> 32);
-    return static_cast<int32_t>(
-        random_24_bits(static_cast<uint32_t>(number), static_cast<uint32_t>(call.seed), high));
+    return static_cast<int32_t>(random_24_bits(static_cast<uint32_t>(number),
+                                               static_cast<uint32_t>(number >> 32), call.seed));
   }
 
   // Encodes value `at` of the call, which becomes what it decodes to; false if it is marked as
@@ -352,9 +399,10 @@ __device__ PYCOMM_ALWAYS_INLINE V sum_of_warp(V value) {
   return value;
 }
 
-// All threads call this.
+// All threads call this. `with_values`: also how many values the whole call has.
 __device__ PYCOMM_ALWAYS_INLINE void add_counts(const DeviceTranscodeCall& call,
-                                                const ThreadCounts& counts, BlockCounts& block) {
+                                                const ThreadCounts& counts, BlockCounts& block,
+                                                bool with_values) {
   if (threadIdx.x == 0) block = BlockCounts{};
   __syncthreads();
   const int overflows = sum_of_warp(counts.overflows), underflows = sum_of_warp(counts.underflows);
@@ -373,7 +421,7 @@ __device__ PYCOMM_ALWAYS_INLINE void add_counts(const DeviceTranscodeCall& call,
   const auto add = [](int64_t* to, DeviceCount count) {
     if (count) atomicAdd(reinterpret_cast<DeviceCount*>(to), count);
   };
-  if (blockIdx.x == 0) add(&call.counts->values, static_cast<DeviceCount>(call.count));
+  if (with_values) add(&call.counts->values, static_cast<DeviceCount>(call.count));
   add(&call.counts->overflows, block.overflows);
   add(&call.counts->underflows, block.underflows);
   add(&call.counts->non_finite, block.non_finite);
@@ -383,26 +431,30 @@ __device__ PYCOMM_ALWAYS_INLINE void add_counts(const DeviceTranscodeCall& call,
 
 // ---- the kernel ---------------------------------------------------------------------------------
 
-// T: of the tensors. The threads of a block are whole warps and have lanes for one codec block, at
-// least.
+// What a block of threads shares while it works on a call.
+struct TranscodeShared {
+  BlockMaxima maxima;
+  BlockCounts counts;
+};
+
+// One of `parts` parts of a call, by a block of threads: whole warps, with lanes for one codec
+// block, at least. T: of the tensors.
 template <WireFormat kFormat, class T>
-__global__ void __launch_bounds__(kMostTranscodeThreads)
-    transcode_kernel(const __grid_constant__ DeviceTranscodeCall call) {
+__device__ PYCOMM_ALWAYS_INLINE void transcode_part(const DeviceTranscodeCall& call,
+                                                    TranscodeShared& shared, int part, int parts) {
   using Format = FormatOf<kFormat>;
-  __shared__ BlockMaxima maxima;
-  __shared__ BlockCounts block_counts;
   const int length = call.block > 0 ? call.block : kBlockGranule;
   const int tile_blocks = static_cast<int>(blockDim.x) * kTranscodeLanes / length;
   const int at_in_tile = static_cast<int>(threadIdx.x) * kTranscodeLanes;
   const int block_in_tile = at_in_tile / length;  // beyond the last: no lanes
   const bool scales = call.values && call.block > 0;
   ThreadCounts counts;
-  if (scales) maxima.clear();
+  if (scales) shared.maxima.clear();
 
   const int64_t blocks = (call.count + length - 1) / length;
   int turn = 0;
-  for (int64_t first_block = int64_t{blockIdx.x} * tile_blocks; first_block < blocks;
-       first_block += int64_t{gridDim.x} * tile_blocks) {
+  for (int64_t first_block = int64_t{part} * tile_blocks; first_block < blocks;
+       first_block += int64_t{parts} * tile_blocks) {
     const int64_t begin = first_block * length, at = begin + at_in_tile;
     const int64_t left = block_in_tile < tile_blocks ? call.count - at : 0;
     const int lanes = left >= kTranscodeLanes ? kTranscodeLanes
@@ -432,14 +484,23 @@ __global__ void __launch_bounds__(kMostTranscodeThreads)
     }
     if (scales) {
       const int slot = block_in_tile < tile_blocks ? block_in_tile : 0;
-      largest = maxima.of(turn, slot, length, largest);
+      largest = shared.maxima.of(turn, slot, length, largest);
       turn = (turn + 1) % BlockMaxima::kSets;
     }
     if (lanes == 0) continue;
     if (call.values) encode_lanes<kFormat>(call, counts, block, largest, at, lanes, sum);
     if (call.outputs.count > 0) write_outputs<T>(call, at, lanes, sum);
   }
-  if (call.counts && call.values) add_counts(call, counts, block_counts);
+  if (call.counts && call.values) add_counts(call, counts, shared.counts, part == 0);
+}
+
+template <WireFormat kFormat, class T>
+__global__ void __launch_bounds__(kMostTranscodeThreads,
+                                  kTranscodeThreadsPerProcessor / kMostTranscodeThreads)
+    transcode_kernel(const __grid_constant__ DeviceTranscodeCall call) {
+  __shared__ TranscodeShared shared;
+  transcode_part<kFormat, T>(call, shared, static_cast<int>(blockIdx.x),
+                             static_cast<int>(gridDim.x));
 }
 
 }  // namespace pycomm

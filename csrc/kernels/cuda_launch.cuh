@@ -1,14 +1,19 @@
 // What the launchers of CUDA kernels share.
 #pragma once
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-#include "../error.h"
+#include <cstdint>
+
+#include "cuda_check.cuh"
+#include "device_types.cuh"
 
 namespace pycomm {
 
-inline void check_cuda(cudaError_t status, const char* what) {
-  PYCOMM_CHECK(status == cudaSuccess, kError, what, ": ", cudaGetErrorString(status));
+inline bool is_aligned_pack(const void* at) {
+  return reinterpret_cast<uintptr_t>(at) % kPackBytes == 0;
 }
 
 // The current device's multiprocessors.

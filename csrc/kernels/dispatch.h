@@ -74,28 +74,31 @@ bool visit_op(ReduceOp op, Visit&& visit) {
 #undef PYCOMM_CASE
   return false;
 }
-// A complex type is reduced as twice as many of its real_view.
+// X(enumerator, storage type). A complex type is reduced as twice as many of its real_view.
+#define PYCOMM_REDUCED_TYPES(X) \
+  X(kInt8, int8_t)              \
+  X(kUInt8, uint8_t)            \
+  X(kInt16, int16_t)            \
+  X(kUInt16, uint16_t)          \
+  X(kInt32, int32_t)            \
+  X(kUInt32, uint32_t)          \
+  X(kInt64, int64_t)            \
+  X(kUInt64, uint64_t)          \
+  X(kFloat16, Half)             \
+  X(kBFloat16, BFloat16)        \
+  X(kFloat32, float)            \
+  X(kFloat64, double)           \
+  X(kBool, Bool)                \
+  X(kFloat8E4M3, Float8E4M3)    \
+  X(kFloat8E5M2, Float8E5M2)
+
 template <class Visit>
 bool visit_reduction(DType dtype, ReduceOp op, Visit&& visit) {
 #define PYCOMM_CASE(enumerator, T) \
   case DType::enumerator:          \
     return visit_op<DType::enumerator, T>(op, visit);
   switch (dtype) {
-    PYCOMM_CASE(kInt8, int8_t)
-    PYCOMM_CASE(kUInt8, uint8_t)
-    PYCOMM_CASE(kInt16, int16_t)
-    PYCOMM_CASE(kUInt16, uint16_t)
-    PYCOMM_CASE(kInt32, int32_t)
-    PYCOMM_CASE(kUInt32, uint32_t)
-    PYCOMM_CASE(kInt64, int64_t)
-    PYCOMM_CASE(kUInt64, uint64_t)
-    PYCOMM_CASE(kFloat16, Half)
-    PYCOMM_CASE(kBFloat16, BFloat16)
-    PYCOMM_CASE(kFloat32, float)
-    PYCOMM_CASE(kFloat64, double)
-    PYCOMM_CASE(kBool, Bool)
-    PYCOMM_CASE(kFloat8E4M3, Float8E4M3)
-    PYCOMM_CASE(kFloat8E5M2, Float8E5M2)
+    PYCOMM_REDUCED_TYPES(PYCOMM_CASE)
     default:
       return false;
   }

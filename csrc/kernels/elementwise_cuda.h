@@ -13,6 +13,10 @@ namespace pycomm {
 void launch_reduce(DType dtype, ReduceOp op, const void* const* sources, int num_sources,
                    void* output, int64_t count, void* stream, const double* scales = nullptr);
 
+// Throws kInvalidArgument for a call that launch_reduce refuses; asks no device.
+void check_reduce(ReduceOp op, const void* const* sources, int num_sources, const void* output,
+                  const double* scales);
+
 // "CUDA 13.0": the toolkit that this was compiled with.
 std::string cuda_build_description();
 

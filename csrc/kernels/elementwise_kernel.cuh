@@ -12,6 +12,8 @@
 namespace pycomm {
 
 inline constexpr int kMaxDeviceSources = 16;
+inline constexpr int kMostReduceThreads = 256;
+inline constexpr int kSourcesAtOnce = 4;
 
 struct DeviceReduceCall {
   const void* sources[kMaxDeviceSources];
@@ -22,45 +24,93 @@ struct DeviceReduceCall {
   int divisor;
 };
 
+// dispatch.h's accumulator, or a cheaper one that gives the same bits. Integers of 8 and 16 bits:
+// an average of kMaxDeviceSources needs no more than 32, and of the least and largest the
+// compiler's bytewise code spills.
 template <class T, ReduceOp kOp>
-__device__ inline T reduce_lane(const DeviceReduceCall& call, const T* contributions, int stride) {
-  using Acc = typename Accumulator<T, kOp>::type;
-  const auto contribution = [&](int s) {
-    const Acc value = static_cast<Acc>(to_accumulator(contributions[s * stride]));
+struct DeviceAccumulator {
+  static constexpr bool kIsWord =
+      std::is_integral_v<T> && sizeof(T) <= 2 &&
+      (kOp == ReduceOp::kAvg || kOp == ReduceOp::kMin || kOp == ReduceOp::kMax);
+  using Word = std::conditional_t<std::is_signed_v<T>, int32_t, uint32_t>;
+  using type = std::conditional_t<kIsWord, Word, typename Accumulator<T, kOp>::type>;
+};
+
+// The accumulators of kLanes elements, combined source by source: they stay in registers.
+template <class T, ReduceOp kOp, int kLanes>
+struct ReduceLanes {
+  using Acc = typename DeviceAccumulator<T, kOp>::type;
+  Acc lanes[kLanes];
+
+  __device__ PYCOMM_ALWAYS_INLINE Acc contribution(const DeviceReduceCall& call, int source,
+                                                   T element) const {
+    const Acc value = static_cast<Acc>(to_accumulator(element));
     if constexpr (kOp == ReduceOp::kPremulSum)
-      return scaled(value, static_cast<Acc>(call.scales[s]));
+      return scaled(value, static_cast<Acc>(call.scales[source]));
     else
       return value;
-  };
-  Acc value = contribution(0);
-  for (int s = 1; s < call.num_sources; ++s)
-    value = FunctorOf<T, kOp>::apply(value, contribution(s));
-  if constexpr (kOp == ReduceOp::kAvg) value = value / static_cast<Acc>(call.divisor);
-  return from_accumulator<T>(value);
+  }
+  __device__ PYCOMM_ALWAYS_INLINE void begin(const DeviceReduceCall& call,
+                                             const T (&elements)[kLanes]) {
+#pragma unroll
+    for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = contribution(call, 0, elements[lane]);
+  }
+  __device__ PYCOMM_ALWAYS_INLINE void add(const DeviceReduceCall& call, int source,
+                                           const T (&elements)[kLanes]) {
+#pragma unroll
+    for (int lane = 0; lane < kLanes; ++lane)
+      lanes[lane] =
+          FunctorOf<T, kOp>::apply(lanes[lane], contribution(call, source, elements[lane]));
+  }
+  __device__ PYCOMM_ALWAYS_INLINE void finish(const DeviceReduceCall& call,
+                                              T (&elements)[kLanes]) const {
+#pragma unroll
+    for (int lane = 0; lane < kLanes; ++lane) {
+      Acc value = lanes[lane];
+      if constexpr (kOp == ReduceOp::kAvg) value = value / static_cast<Acc>(call.divisor);
+      elements[lane] = from_accumulator<T>(value);
+    }
+  }
+};
+
+// Of pack `at`. Sources are loaded kSourcesAtOnce at a time before the first is needed, so that as
+// many loads are in flight.
+template <class T, ReduceOp kOp, class Pack>
+__device__ PYCOMM_ALWAYS_INLINE void reduce_pack(const DeviceReduceCall& call, int64_t at) {
+  const auto load = [&](int source) { return static_cast<const Pack*>(call.sources[source])[at]; };
+  ReduceLanes<T, kOp, Pack::kLanes> sum;
+  sum.begin(call, load(0).lanes);
+  int source = 1;
+  for (; source + kSourcesAtOnce <= call.num_sources; source += kSourcesAtOnce) {
+    Pack packs[kSourcesAtOnce];
+#pragma unroll
+    for (int one = 0; one < kSourcesAtOnce; ++one) packs[one] = load(source + one);
+#pragma unroll
+    for (int one = 0; one < kSourcesAtOnce; ++one) sum.add(call, source + one, packs[one].lanes);
+  }
+  for (; source < call.num_sources; ++source) sum.add(call, source, load(source).lanes);
+  Pack result;
+  sum.finish(call, result.lanes);
+  static_cast<Pack*>(call.output)[at] = result;
 }
 
+// One element, as a pack.
+template <class T>
+struct SinglePack {
+  static constexpr int kLanes = 1;
+  T lanes[kLanes];
+};
+
 template <class T, ReduceOp kOp>
-__global__ void reduce_kernel(DeviceReduceCall call) {
-  using Pack = DevicePack<T>;
+__global__ void __launch_bounds__(kMostReduceThreads)
+    reduce_kernel(const __grid_constant__ DeviceReduceCall call) {
+  constexpr int kLanes = DevicePack<T>::kLanes;
   const int64_t threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  const int64_t packs = call.count / Pack::kLanes;
-
-  for (int64_t at = thread; at < packs; at += threads) {
-    Pack contributions[kMaxDeviceSources];
-    for (int s = 0; s < call.num_sources; ++s)
-      contributions[s] = static_cast<const Pack*>(call.sources[s])[at];
-    Pack result;
-    for (int lane = 0; lane < Pack::kLanes; ++lane)
-      result.lanes[lane] = reduce_lane<T, kOp>(call, &contributions[0].lanes[lane], Pack::kLanes);
-    static_cast<Pack*>(call.output)[at] = result;
-  }
-  for (int64_t tail = packs * Pack::kLanes + thread; tail < call.count; tail += threads) {
-    T contributions[kMaxDeviceSources];
-    for (int s = 0; s < call.num_sources; ++s)
-      contributions[s] = static_cast<const T*>(call.sources[s])[tail];
-    static_cast<T*>(call.output)[tail] = reduce_lane<T, kOp>(call, contributions, 1);
-  }
+  const int64_t packs = call.count / kLanes;
+  for (int64_t at = thread; at < packs; at += threads) reduce_pack<T, kOp, DevicePack<T>>(call, at);
+  for (int64_t tail = packs * kLanes + thread; tail < call.count; tail += threads)
+    reduce_pack<T, kOp, SinglePack<T>>(call, tail);
 }
 
 }  // namespace pycomm

@@ -2,8 +2,9 @@
 
 #include <sys/stat.h>
 
-#include <fstream>
 #include <sstream>
+
+#include "../process.h"
 
 namespace pycomm {
 
@@ -14,8 +15,7 @@ std::string host_name() {
 }
 
 std::string place() {
-  std::string boot;
-  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+  const std::string boot = boot_id();
   struct stat status;
   if (boot.empty() || stat("/proc/self/ns/net", &status) != 0) return "-";
   return concat(boot, ":", status.st_ino);

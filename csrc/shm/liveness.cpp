@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "../error.h"
+#include "../process.h"
 #include "greeting.h"
 #include "wait.h"
 
@@ -25,11 +26,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 constexpr std::chrono::milliseconds kBeat{100};
-
-uint64_t own_pid_namespace() {
-  struct stat status;
-  return stat("/proc/self/ns/pid", &status) == 0 ? static_cast<uint64_t>(status.st_ino) : 0;
-}
 
 // A rank's lock is the byte of the segment at its number.
 struct flock byte_of(int rank) {
@@ -174,20 +170,12 @@ bool Liveness::is_dead(int rank) const {
   return poll(&entry, 1, 0) == 1;
 }
 
-// The letter behind the command's name, which may itself hold blanks and brackets:
-// proc_pid_stat(5).
 bool Liveness::is_stopped(int rank) const {
   const RankArea& area = segment_->area(rank);
   if (load_acquire(area.pid) == 0 || is_me(rank) || !shares_pids(rank) || !proc_shows_pids())
     return false;
-  const std::string path = concat("/proc/", area.pid, "/stat");
-  char text[512] = "";
-  const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (file < 0) return false;
-  const ssize_t length = read(file, text, sizeof text - 1);
-  close(file);
-  const char* end = length > 0 ? std::strrchr(text, ')') : nullptr;
-  return end && end[1] == ' ' && (end[2] == 'T' || end[2] == 't');
+  const std::optional<ProcessStat> found = stat_of(area.pid);
+  return found && (found->state == 'T' || found->state == 't');
 }
 
 std::string Liveness::process_of(int rank) const {

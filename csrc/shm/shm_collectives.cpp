@@ -9,6 +9,7 @@
 #include "../algorithms/choose.h"
 #include "../algorithms/compressed.h"
 #include "../algorithms/direct.h"
+#include "../algorithms/encoder.h"
 #include "../algorithms/exchange.h"
 #include "../algorithms/one_shot.h"
 #include "../algorithms/ring.h"

@@ -85,23 +85,38 @@ void ShmCommunicator::shutdown() {
   if (is_forked() || closing_) return;
   stop_worker();
   messenger_->finish_sends();
-  const bool in_good_order = !failed_ && !has_ended() && segment_->area(rank()).farewell[0] == '\0';
+  const bool in_good_order = !failed_ && (!has_ended() || a_call_found_one_gone()) &&
+                             segment_->area(rank()).farewell[0] == '\0';
   closing_ = true;
   messenger_->close();
   leave(kLeft);
   if (in_good_order) see_others_leave();
 }
 
-// A peer that calls an operation more hears of it from its own wait; so does this rank, here.
+// It ended because a rank called what another one, that had left, did not: the fault may be this
+// rank's as well.
+bool ShmCommunicator::a_call_found_one_gone() const {
+  const std::optional<Error> failure = failure_report();
+  return failure && failure->blame().cause == Cause::kLeft;
+}
+
+// A peer that calls an operation more hears of it from its own wait; so does this rank, here. Its
+// call is looked at behind its end, and behind a failure, since either may be what the call led to.
 void ShmCommunicator::see_others_leave() const {
   const auto deadline = Clock::now() + kPartingTime;
-  for (int peer = 0; peer < world_size(); ++peer) {
-    while (true) {
-      const uint32_t theirs = state_of(peer).sequence;
-      if (theirs != sequence_ && reached(theirs, sequence_)) throw_left_early(peer, theirs);
-      if (is_gone(peer)) break;
-      if (load_acquire(segment_->head().abort.state.value) != kClean || Clock::now() >= deadline)
-        return;
+  const auto look = [this](int peer) {
+    const uint32_t theirs = state_of(peer).sequence;
+    if (theirs != sequence_ && reached(theirs, sequence_)) throw_left_early(peer, theirs);
+  };
+  for (int peer = 0; peer < world_size();) {
+    const bool failed = load_acquire(segment_->head().abort.state.value) != kClean;
+    const bool gone = is_gone(peer);
+    look(peer);
+    if (failed || Clock::now() >= deadline) {
+      for (++peer; peer < world_size(); ++peer) look(peer);
+    } else if (gone) {
+      ++peer;
+    } else {
       check_interrupt();
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }

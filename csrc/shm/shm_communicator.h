@@ -147,6 +147,7 @@ class ShmCommunicator : public Communicator, private Watch {
   void fail(const Error& error);
   bool is_short() const { return request_->bytes() <= kEagerBytes; }
   void leave(Departure how);
+  bool a_call_found_one_gone() const;
   void see_others_leave() const;
 
   // succession.cpp

@@ -32,6 +32,8 @@ struct WaitGuard {
 
 class ShmSlots {
  public:
+  static constexpr int kMostRanks = kMaxRanks;
+
   ShmSlots(Segment& segment, int rank, const Patience& patience, Watch& watch)
       : segment_(segment), rank_(rank), patience_(patience), watch_(watch) {
     const SegmentHead& head = segment.head();

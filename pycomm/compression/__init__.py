@@ -2,10 +2,12 @@
 
 ``pycomm.DistributedDataParallel(model, compression="fp16")`` is the short way; instances of the classes here say more
 (``compression=Int8(block=512, warmup_steps=100)``). For torch's own DDP there is :func:`hook`, for code without DDP
-:func:`all_reduce` and :func:`sync_gradients`. How values are encoded stands in csrc/kernels/codec.h;
-TopK and PowerSGD are Python.
+:func:`all_reduce` and :func:`sync_gradients`; :func:`advise` says whether it pays. On a group of backend pycomm values
+are encoded straight into shared memory, on others (Gloo between hosts) for two collectives of bytes (carrier.py). How
+values are encoded stands in csrc/kernels/codec.h; TopK and PowerSGD are Python.
 """
 
+from pycomm.compression.advice import Advice, advise
 from pycomm.compression.codecs import (
     BF16,
     FP8,
@@ -29,6 +31,7 @@ __all__ = [
     "FP8",
     "FP16",
     "NAMED",
+    "Advice",
     "Averager",
     "Compressor",
     "Encoding",
@@ -38,6 +41,7 @@ __all__ = [
     "Layer",
     "PowerSGD",
     "TopK",
+    "advise",
     "all_reduce",
     "compressor_of",
     "encoding_of",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
@@ -24,7 +25,7 @@ Exclusion = Callable[[str, torch.Tensor], bool]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compressor:
+class Compressor(ABC):
     """What all compressors have in common: when, and for which gradients.
 
     error_feedback: what is left out of a gradient is added to the next one (Seide et al. 2014; Karimireddy et al.
@@ -33,6 +34,7 @@ class Compressor:
     never_compress: patterns that are searched in parameter names (regular expressions), or a function of name and
     parameter. Beside those, parameters of less than two dimensions (norms, biases) or `least_count` elements travel in
     float32, unless `small` is True.
+    always: also where it gains nothing (see `gains`).
     seed: of what is chosen by chance.
     """
 
@@ -42,6 +44,7 @@ class Compressor:
     never_compress: Sequence[str] | Exclusion = ()
     least_count: int = 1024
     small: bool = False
+    always: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -56,10 +59,21 @@ class Compressor:
             return not self.never_compress(name, parameter)
         return not any(re.search(pattern, name) for pattern in self.never_compress)
 
-    def choose(self, named: Iterable[tuple[str, torch.Tensor]], step: int) -> list[bool]:
+    @abstractmethod
+    def gains(self, parameter: torch.Tensor, world_size: int) -> bool:
+        """Whether fewer bytes travel by it. Where not, as fp16 for float16 parameters, it is left out by itself."""
+
+    def choose(
+        self, named: Iterable[tuple[str, torch.Tensor]], step: int, world_size: int
+    ) -> list[bool]:
         """Of which parameters the gradients are compressed in a step."""
         warms_up = step < self.warmup_steps
-        return [not warms_up and self.compresses(name, parameter) for name, parameter in named]
+        return [
+            not warms_up
+            and self.compresses(name, parameter)
+            and (self.always or self.gains(parameter, world_size))
+            for name, parameter in named
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,11 +118,16 @@ class Encoding(Compressor):
         many = 4096 * 64
         return 4 * many / self.codec.wire_bytes(many)
 
+    def gains(self, parameter: torch.Tensor, world_size: int) -> bool:
+        """See Compressor."""
+        return 4 / self.ratio < parameter.element_size()
+
     def wirings(
-        self, named: Iterable[tuple[str, torch.Tensor]], step: int
+        self, named: Iterable[tuple[str, torch.Tensor]], step: int, world_size: int
     ) -> tuple[list[Wiring], list[int]]:
         """How gradients travel in a step: the kinds, and each parameter's."""
-        return [PLAIN, self.wiring], [int(chosen) for chosen in self.choose(named, step)]
+        chosen = self.choose(named, step, world_size)
+        return [PLAIN, self.wiring], [int(is_chosen) for is_chosen in chosen]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Compression in pycomm's DistributedDataParallel.
 
-Encodings travel in C++ (csrc/c10d/direct_reducer.h); compressors that leave values out are a communication hook of
-torch's Reducer.
+Encodings travel in C++ (csrc/c10d/direct_reducer.h), if the group is of backend pycomm. Over other backends, in modes
+that need torch's Reducer, and with compressors that leave values out, compression is a communication hook of it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
 from pycomm.backend import find_communicator
 from pycomm.compression import state as _state
@@ -52,6 +53,7 @@ class DdpCompression:
         self._named: list[tuple[str, torch.Tensor]] = []
         self._direct: Any = None
         self._step = 0
+        self._world_size = 1
         self._warms_up: bool | None = None
 
     def renewed(self) -> DdpCompression:
@@ -63,20 +65,20 @@ class DdpCompression:
         """Whether gradients take this way."""
         return self._direct is not None
 
+    def hooked(self) -> HookedCompression:
+        """The same by torch's Reducer."""
+        return HookedCompression(self.encoding)
+
     def refuse(self, ddp: DistributedDataParallel) -> NoReturn:
         """Where gradients would take torch's way, uncompressed."""
-        raise InvalidArgument(
-            f"compression={self.encoding.format!r} is for float32, float16 and bfloat16 parameters on the CPU and a "
-            "group of backend pycomm, without find_unused_parameters, static_graph, gradient_as_bucket_view, "
-            "mixed_precision, sparse gradients and PYCOMM_DDP_BUCKETS=torch. For these use "
-            "register_comm_hook(pycomm.compression.HookState(...), pycomm.compression.hook)"
-        )
+        _refuse_modes(self.encoding)
 
     def attach(self, ddp: DistributedDataParallel, communicator: Communicator) -> None:
         """To be called when the DirectReducer is there."""
         names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
         self._named = [(names[id(p)], p) for p in ddp._parameters_of_reducer]
         self._direct = ddp._direct
+        self._world_size = communicator.world_size
         self._direct.set_seed((self.encoding.seed + communicator.rank) % 2**64)
         self._wire()
 
@@ -91,7 +93,7 @@ class DdpCompression:
 
     def _wire(self) -> None:
         self._warms_up = self._step < self.encoding.warmup_steps
-        kinds, of_parameter = self.encoding.wirings(self._named, self._step)
+        kinds, of_parameter = self.encoding.wirings(self._named, self._step, self._world_size)
         self._direct.set_wirings(kinds, of_parameter)
 
     # ---- state
@@ -114,7 +116,7 @@ class DdpCompression:
 
     def report(self, ddp: DistributedDataParallel) -> list[Layer]:
         """See pycomm.compression.report."""
-        return report(self.encoding, self._named, self.residuals())
+        return report(self.encoding, self._named, self.residuals(), self._world_size)
 
 
 class HookedCompression:
@@ -124,8 +126,10 @@ class HookedCompression:
         self.compressor = compressor
         self._state: HookState | None = None
 
-    def renewed(self) -> HookedCompression:
+    def renewed(self) -> DdpCompression | HookedCompression:
         """The same for another Reducer, with nothing kept."""
+        if isinstance(self.compressor, Encoding):
+            return DdpCompression(self.compressor)
         return HookedCompression(self.compressor)
 
     @property
@@ -135,11 +139,7 @@ class HookedCompression:
 
     def refuse(self, ddp: DistributedDataParallel) -> NoReturn:
         """Where gradients would take torch's way, uncompressed."""
-        raise InvalidArgument(
-            f"{type(self.compressor).__name__} is for float32, float16 and bfloat16 parameters on the CPU and a group "
-            "of backend pycomm, without mixed_precision, sparse gradients and torch's fused optimizers. Leave these or "
-            "compression= out"
-        )
+        _refuse_modes(self.compressor)
 
     def attach(self, ddp: DistributedDataParallel) -> HookState:
         """The state of the hook that is to be put into the Reducer."""
@@ -170,13 +170,22 @@ class HookedCompression:
     def report(self, ddp: DistributedDataParallel) -> list[Layer]:
         """See pycomm.compression.report."""
         named = [(n, p) for n, p in ddp.module.named_parameters() if p.requires_grad]
-        return report(self.compressor, named, self.residuals(), self._attached(ddp).memory())
+        kept = self._attached(ddp)
+        world_size = dist.get_world_size(ddp.process_group)
+        return report(self.compressor, named, kept.residuals(), world_size, kept.memory())
 
     def _attached(self, ddp: DistributedDataParallel) -> HookState:
         if self._state is None:
             self.refuse(ddp)
         self._state.group = ddp.process_group  # it may have been replaced
         return self._state
+
+
+def _refuse_modes(compressor: Compressor) -> NoReturn:
+    raise InvalidArgument(
+        f"{type(compressor).__name__} is for float32, float16 and bfloat16 parameters on the CPU, without "
+        "mixed_precision, sparse gradients, join() and torch's fused optimizers. Leave these or compression= out"
+    )
 
 
 def _refuse_join(ddp: DistributedDataParallel) -> None:

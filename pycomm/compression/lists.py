@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from pycomm.backend import get_communicator
 from pycomm.compression import state as _state
+from pycomm.compression.carrier import carrier_of
 from pycomm.compression.codecs import Compressor, Encoding, compressor_of, encoding_of
 from pycomm.compression.reduced import Memory, Reduced
 from pycomm.errors import InvalidArgument
 from pycomm.extension import core
 
 if TYPE_CHECKING:
-    from pycomm._core import Communicator
+    from pycomm.compression.carrier import Carrier
 
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -33,28 +34,28 @@ def all_reduce(
 ) -> torch.Tensor:
     """Reduces a tensor over the group's ranks, in place, and returns it.
 
-    tensor: any shape, contiguous, on the CPU; with `compression` float32, float16 or bfloat16 and `op` sum or avg, and
-    encoded on the way: two roundings at any world size, the same bits on all ranks. `residual` (float32, as many
-    elements) then keeps what rounding leaves out, and adds it the next time. Raises InvalidArgument before anything is
-    sent, otherwise as every operation does.
+    tensor: any shape, contiguous, on the CPU, over a group of any backend; with `compression`
+    float32, float16 or bfloat16 and `op` sum or avg, and encoded on the way: two roundings at any world size, the same
+    bits on all ranks. `residual` (float32, as many elements) then keeps what rounding leaves out, and adds it the next
+    time. Raises InvalidArgument before anything is sent, otherwise as every operation does.
     """
-    communicator = get_communicator(group)
+    carrier = carrier_of(group)
     if compression is None:
         if residual is not None:
             raise InvalidArgument("a residual needs compression")
-        communicator.all_reduce(tensor, op, timeout=timeout)
+        carrier.all_reduce(tensor, op, timeout=timeout)
         return tensor
     if op not in ("sum", "avg"):
         raise InvalidArgument(f"only sum and avg can be compressed, not {op}")
     encoding = encoding_of(compression)
-    communicator.compressed_all_reduce(
+    carrier.compressed_all_reduce(
         [tensor],
         encoding.codec,
-        factor=1.0 if op == "sum" else 1 / communicator.world_size,
+        factor=1.0 if op == "sum" else 1 / carrier.world_size,
         residual=residual,
         infinite=encoding.infinite,
         stochastic=encoding.stochastic,
-        seed=encoding.seed + communicator.rank,
+        seed=encoding.seed + carrier.rank,
         timeout=timeout,
     )
     return tensor
@@ -63,15 +64,19 @@ def all_reduce(
 class Averager:
     """Averages lists of gradients, and keeps their residuals by name.
 
-    `name_of` finds a parameter's name. The lists may change from call to call, as buckets do when they are rebuilt.
+    `named`: parameters and their names; others are called by the order in which they appear, "0", "1" and so on, which
+    is the same in every run of a model. The lists may change from call to call, as buckets do when they are rebuilt.
     """
 
     def __init__(
-        self, compression: str | Compressor, name_of: Callable[[torch.Tensor], str]
+        self,
+        compression: str | Compressor,
+        named: Iterable[tuple[str, torch.Tensor]] = (),
     ) -> None:
         self.compressor = compressor_of(compression)
         self.step = 0
-        self._name_of = name_of
+        self._names = WeakTensorKeyDictionary((parameter, name) for name, parameter in named)
+        self._unnamed = 0
         self._memory = Memory()
         self._flat: dict[tuple[str, ...], torch.Tensor] = {}  # residuals are views of these
         self._is_prepared = False
@@ -93,7 +98,7 @@ class Averager:
 
     def state_dict(self, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
         """Collective; see pycomm.compression.state."""
-        state = _state.state_dict(self, get_communicator(group), self.step)
+        state = _state.state_dict(self, carrier_of(group), self.step)
         bases = {name: basis.clone() for name, basis in self._memory.bases.items()}
         return {**state, "bases": bases} if bases else state
 
@@ -105,13 +110,13 @@ class Averager:
         if not self._is_prepared:
             for name, saved in state["residuals"].items():
                 self._memory.residual(name, saved.numel())
-        self.step = _state.load_state_dict(self, get_communicator(group), state)
+        self.step = _state.load_state_dict(self, carrier_of(group), state)
         bases = state.get("bases", {})
         self._memory.bases = {name: basis.clone() for name, basis in bases.items()}
 
     def average(
         self,
-        communicator: Communicator,
+        carrier: Carrier,
         parameters: Sequence[torch.Tensor],
         gradients: Sequence[torch.Tensor],
         share: float | None = None,
@@ -119,19 +124,27 @@ class Averager:
         """Collective: averages the gradients of these parameters, in place. `share` is this rank's weight by all."""
         names = [self._name_of(parameter) for parameter in parameters]
         named = zip(names, parameters, strict=True)
-        chosen = self.compressor.choose(named, self.step)
-        plain = [i for i, is_chosen in enumerate(chosen) if not is_chosen]
-        rest = [i for i, is_chosen in enumerate(chosen) if is_chosen]
-        self._average_by_dtype(communicator, names, gradients, plain, None, share)
+        chosen = self.compressor.choose(named, self.step, carrier.world_size)
+        # In this order whatever the bucket's: torch forms others after the first step, also of a resumed training.
+        order = sorted(range(len(names)), key=names.__getitem__)
+        plain = [i for i in order if not chosen[i]]
+        rest = [i for i in order if chosen[i]]
+        self._average_by_dtype(carrier, names, gradients, plain, None, share)
         if isinstance(self.compressor, Encoding):
-            self._average_by_dtype(communicator, names, gradients, rest, self.compressor, share)
+            self._average_by_dtype(carrier, names, gradients, rest, self.compressor, share)
         elif isinstance(self.compressor, Reduced):
             some = [names[i] for i in rest], [gradients[i] for i in rest]
-            self.compressor.average(communicator, *some, share, self._memory)
+            self.compressor.average(carrier, *some, share, self._memory)
+
+    def _name_of(self, parameter: torch.Tensor) -> str:
+        if (name := self._names.get(parameter)) is None:
+            name = self._names[parameter] = str(self._unnamed)
+            self._unnamed += 1
+        return name
 
     def _average_by_dtype(
         self,
-        communicator: Communicator,
+        carrier: Carrier,
         names: Sequence[str],
         gradients: Sequence[torch.Tensor],
         chosen: Sequence[int],
@@ -141,7 +154,7 @@ class Averager:
         for dtype in sorted({gradients[i].dtype for i in chosen}, key=str):
             alike = [i for i in chosen if gradients[i].dtype == dtype]
             self._average(
-                communicator,
+                carrier,
                 tuple(names[i] for i in alike),
                 [gradients[i] for i in alike],
                 encoding,
@@ -150,30 +163,49 @@ class Averager:
 
     def _average(
         self,
-        communicator: Communicator,
+        carrier: Carrier,
         names: tuple[str, ...],
         gradients: list[torch.Tensor],
         encoding: Encoding | None,
         share: float | None,
     ) -> None:
-        count = communicator.world_size
+        count = carrier.world_size
         if encoding is None:
-            communicator.compressed_all_reduce(
+            carrier.compressed_all_reduce(
                 gradients,
                 core.Codec("fp32"),
                 factor=1.0 if share is None else share,
                 divisor=count if share is None else 1.0,
             )
             return
-        communicator.compressed_all_reduce(
+        residual = self._residual_of(names, gradients) if encoding.error_feedback else None
+        withheld = [] if residual is None else self._withhold(names, gradients)
+        carrier.compressed_all_reduce(
             gradients,
             encoding.codec,
             factor=1 / count if share is None else share,
-            residual=self._residual_of(names, gradients) if encoding.error_feedback else None,
+            residual=residual,
             infinite=encoding.infinite,
             stochastic=encoding.stochastic,
-            seed=(encoding.seed + communicator.rank + self.step * _GOLDEN) % 2**64,
+            seed=(encoding.seed + carrier.rank + self.step * _GOLDEN) % 2**64,
         )
+        for part, kept in withheld:
+            part.add_(kept)
+
+    def _withhold(
+        self, names: Sequence[str], gradients: Sequence[torch.Tensor]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Residuals of gradients that are zero, as of parameters that were not used: they wait, and are zero meanwhile.
+
+        torch's Reducer drops what arrives for a parameter that no rank used.
+        """
+        withheld = []
+        for name, gradient in zip(names, gradients, strict=True):
+            if gradient.numel() and not gradient.flatten()[0] and not gradient.any():
+                part = self._memory.residuals[name]
+                withheld.append((part, part.clone()))
+                part.zero_()
+        return withheld
 
     def _residual_of(
         self, names: tuple[str, ...], gradients: Sequence[torch.Tensor]
@@ -192,15 +224,15 @@ class Averager:
         return flat
 
 
-def share_of(weight: float, communicator: Communicator) -> float:
+def share_of(weight: float, carrier: Carrier) -> float:
     """Collective: this rank's weight by the sum of all. Raises InvalidArgument, on every rank, for a sum of 0."""
     if not weight >= 0:
         weight = float("nan")  # all ranks hear of it
     total = torch.tensor([weight], dtype=torch.float64)
-    communicator.all_reduce(total)
+    carrier.all_reduce(total)
     if not 0 < float(total) < float("inf"):
         raise InvalidArgument(
-            f"rank {communicator.rank}: weights must not be negative, and their sum over the ranks must be positive, "
+            f"rank {carrier.rank}: weights must not be negative, and their sum over the ranks must be positive, "
             f"not {float(total)}"
         )
     return weight / float(total)
@@ -210,37 +242,61 @@ def sync_gradients(
     parameters: Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
     group: dist.ProcessGroup | None = None,
     *,
-    averager: Averager | None = None,
+    compression: str | Compressor | Averager | None = None,
     weight: float | None = None,
     bucket_bytes: int = 25 << 20,
 ) -> None:
     """Collective: averages the gradients of parameters over a group, in place; for code without DDP.
 
     Parameters, or (name, parameter) pairs, in the same order on all ranks; those without a gradient count as zero where
-    another rank has one, and stay without where none has. `averager` compresses, and must be the same object in every
-    step. `weight`: of this rank's gradients, such as its number of samples or tokens; zero is allowed. Buckets of about
-    `bucket_bytes` travel one after the other. Raises InvalidArgument for gradients that are sparse or of other dtypes
-    than float32, float16 and bfloat16, before anything is sent; and on every rank if the weights' sum is not positive.
+    another rank has one, and stay without where none has. `compression`: residuals are kept as long as the first
+    parameter lives; an Averager, the same in every step, keeps them where you can save them. `weight`: of this rank's
+    gradients, such as its number of samples or tokens; zero is allowed. Buckets of about `bucket_bytes` travel one
+    after the other. Any backend for the CPU. Raises InvalidArgument for gradients that are sparse or of other
+    dtypes than float32, float16 and bfloat16, before anything is sent; and on every rank if the weights' sum is not
+    positive.
     """
-    communicator = get_communicator(group)
-    chosen = [entry[1] if isinstance(entry, tuple) else entry for entry in parameters]
+    carrier = carrier_of(group)
+    named = [
+        entry if isinstance(entry, tuple) else (str(i), entry) for i, entry in enumerate(parameters)
+    ]
+    chosen = [parameter for _, parameter in named]
     for parameter in chosen:
         _check(parameter)
-    share = None if weight is None else share_of(weight, communicator)
+    share = None if weight is None else share_of(weight, carrier)
     present = torch.tensor([parameter.grad is not None for parameter in chosen], dtype=torch.uint8)
-    communicator.all_reduce(present, "max")
+    carrier.all_reduce(present, "max")
     used = [p for p, there in zip(chosen, present.tolist(), strict=True) if there]
-    averager = averager or Averager(compressor_of("fp16", warmup_steps=2**62), lambda _: "")
+    averager = _averager_of(compression, named)
     bucket: list[torch.Tensor] = []
     for parameter in used:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         bucket.append(parameter)
         if sum(p.nbytes for p in bucket) >= bucket_bytes:
-            _average_bucket(averager, communicator, bucket, share)
+            _average_bucket(averager, carrier, bucket, share)
             bucket = []
-    _average_bucket(averager, communicator, bucket, share)
+    _average_bucket(averager, carrier, bucket, share)
     averager.step += 1
+
+
+# What sync_gradients keeps for its callers: by a list's first parameter.
+_kept = WeakTensorKeyDictionary()
+
+
+def _averager_of(
+    compression: str | Compressor | Averager | None, named: Sequence[tuple[str, torch.Tensor]]
+) -> Averager:
+    if isinstance(compression, Averager):
+        return compression
+    if compression is None or not named:
+        return Averager(compressor_of("fp16", never_compress=[""]))
+    compressor = compressor_of(compression)
+    _, first = named[0]
+    averager: Averager | None = _kept.get(first)
+    if averager is None or averager.compressor != compressor:
+        averager = _kept[first] = Averager(compressor, named)
+    return averager
 
 
 def _check(parameter: torch.Tensor) -> None:
@@ -257,7 +313,7 @@ def _check(parameter: torch.Tensor) -> None:
 
 def _average_bucket(
     averager: Averager,
-    communicator: Communicator,
+    carrier: Carrier,
     bucket: Sequence[torch.Tensor],
     share: float | None,
 ) -> None:
@@ -267,7 +323,7 @@ def _average_bucket(
     for parameter in bucket:
         assert parameter.grad is not None
         gradients.append(parameter.grad.contiguous())
-    averager.average(communicator, bucket, gradients, share)
+    averager.average(carrier, bucket, gradients, share)
     for parameter, averaged in zip(bucket, gradients, strict=True):
         if averaged is not parameter.grad:
             assert parameter.grad is not None

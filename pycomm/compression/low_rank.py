@@ -14,7 +14,7 @@ from pycomm.compression.reduced import Memory, Opened, Reduced
 from pycomm.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from pycomm._core import Communicator
+    from pycomm.compression.carrier import Ranks
 
 log = logging.getLogger("pycomm")
 
@@ -37,6 +37,7 @@ class PowerSGD(Reduced):
     """
 
     format: ClassVar[str] = "low rank"
+    apart: ClassVar[bool] = True
     rank: int = 4
 
     def __post_init__(self) -> None:
@@ -51,38 +52,31 @@ class PowerSGD(Reduced):
         n, m = _shape(parameter)
         return (n + m) * self.rank < n * m
 
-    def average(
-        self,
-        communicator: Communicator,
-        names: Sequence[str],
-        gradients: Sequence[torch.Tensor],
-        share: float | None,
-        memory: Memory,
-    ) -> None:
+    def gains(self, parameter: torch.Tensor, world_size: int) -> bool:
+        """See Compressor."""
+        n, m = _shape(parameter)
+        return 4 * (n + m) * self.rank < parameter.nbytes
+
+    def _exchange(self, ranks: Ranks, opened: Sequence[Opened], memory: Memory) -> None:
         """See Reduced. Two all_reduces."""
-        if not names:
-            return
-        named = zip(names, gradients, strict=True)
-        opened = self._open(named, share, communicator.world_size, memory, apart=True)
         matrices = [one.flat.view(_shape(one.gradient)) for one in opened]
         left, ps = self._pack([len(matrix) for matrix in matrices], len(opened))
         used = left[-len(opened) :]
         used.copy_(torch.tensor([not one.is_zero for one in opened]))
         for one, matrix, p in zip(opened, matrices, ps, strict=True):
             p.copy_(matrix @ self._basis(one.name, matrix.shape[1], memory))
-        communicator.all_reduce(left)
+        ranks.all_reduce(left)
         columns = [_orthonormal(p) if bool(p.isfinite().all()) else p for p in ps]
         right, qs = self._pack([matrix.shape[1] for matrix in matrices])
         for matrix, p, q in zip(matrices, columns, qs, strict=True):
             q.copy_(matrix.t() @ p)
-        communicator.all_reduce(right)
+        ranks.all_reduce(right)
         for i, one in enumerate(opened):
             if used[i]:
                 factors = columns[i], qs[i].clone()
-                self._finish(one, matrices[i], factors, communicator.world_size, memory)
+                self._finish(one, matrices[i], factors, ranks.world_size, memory)
             else:
                 one.flat.zero_()
-            one.close()
 
     def approximate(
         self, name: str, values: torch.Tensor, memory: Memory

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from pycomm.compression.codecs import Compressor
 
 if TYPE_CHECKING:
-    from pycomm._core import Communicator
+    from pycomm.compression.carrier import Ranks
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Memory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reduced(Compressor, ABC):
+class Reduced(Compressor):
     """A compressor that does not send every value.
 
     A parameter whose gradient is zero on all ranks, as that of one that was not used, sends nothing and keeps its
@@ -41,16 +41,29 @@ class Reduced(Compressor, ABC):
 
     error_feedback: bool = True
 
-    @abstractmethod
+    #: Whether a gradient plus residual is made apart from the gradient, which stays as it was meanwhile.
+    apart: ClassVar[bool] = False
+
     def average(
         self,
-        communicator: Communicator,
+        ranks: Ranks,
         names: Sequence[str],
         gradients: Sequence[torch.Tensor],
         share: float | None,
         memory: Memory,
     ) -> None:
         """Collective: averages gradients that travel together, in place. `share`: this rank's weight; None: as all."""
+        if not names:
+            return
+        named = zip(names, gradients, strict=True)
+        opened = self._open(named, share, ranks.world_size, memory)
+        self._exchange(ranks, opened, memory)
+        for one in opened:
+            one.close()
+
+    @abstractmethod
+    def _exchange(self, ranks: Ranks, opened: Sequence[Opened], memory: Memory) -> None:
+        """Collective: of every parameter, `flat` becomes the sum over the ranks of what they send of it."""
 
     @abstractmethod
     def approximate(
@@ -68,14 +81,13 @@ class Reduced(Compressor, ABC):
         share: float | None,
         world_size: int,
         memory: Memory,
-        apart: bool = False,
     ) -> list[Opened]:
         """Gradients plus residuals: where the gradients lie, or apart from them."""
         opened = []
         for name, gradient in named:
             flat = gradient.detach().reshape(-1).float()  # the gradient itself, if it is float32
             low, high = flat.aminmax()
-            out = None if apart else flat
+            out = None if self.apart else flat
             by, scale = (torch.div, world_size) if share is None else (torch.mul, share)
             flat = by(flat, scale, out=out)
             residual = memory.residual(name, flat.numel()) if self.error_feedback else None

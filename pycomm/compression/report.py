@@ -31,9 +31,10 @@ def report(
     compressor: Compressor,
     named: Iterable[tuple[str, torch.Tensor]],
     residuals: Mapping[str, torch.Tensor],
+    world_size: int,
     memory: Memory | None = None,
 ) -> list[Layer]:
-    """Of every parameter that has a gradient. Compresses each once more; changes nothing.
+    """Of every parameter that has a gradient. Compresses each once more, as after the warm-up; changes nothing.
 
     `memory`: of compressors that do not encode every value.
     """
@@ -43,7 +44,7 @@ def report(
         if gradient is None:
             continue
         residual = residuals.get(name)
-        if not compressor.compresses(name, parameter):
+        if not compressor.choose([(name, parameter)], compressor.warmup_steps, world_size)[0]:
             layers.append(Layer(name, gradient.numel(), "fp32", 1.0, 0.0, 0, 0, 0, 0.0))
         elif isinstance(compressor, Encoding):
             layers.append(_encoded(compressor, name, gradient.detach(), residual))

@@ -13,7 +13,7 @@ from pycomm.compression.reduced import Memory, Opened, Reduced
 from pycomm.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from pycomm._core import Communicator
+    from pycomm.compression.carrier import Ranks
 
 _INDEX_LIMIT = 2**31  # int32 indexes parameters of fewer elements
 _SAMPLES = 1 << 14  # values from which the threshold of a large parameter is guessed
@@ -27,8 +27,8 @@ class TopK(Reduced):
     "Sparsified SGD with memory", 2018. Every rank selects from its own gradient plus residual: exactly so many, at
     least one, of equals those with lower indices. Ranks gather all selections and add them in rank order, so that all
     have the same bits; what was sent is exactly what leaves the residual. Values travel in float32, indices in 4
-    bytes. As every rank receives those of all, this gains on float32 while ratio * world size is below 1. Without
-    error feedback training does not converge in general.
+    bytes. As every rank receives those of all, fewer bytes travel while ratio * world size is below 1; beyond that, it
+    leaves gradients alone. Without error feedback training does not converge in general.
     """
 
     format: ClassVar[str] = "top-k"
@@ -43,22 +43,16 @@ class TopK(Reduced):
         """How many of so many values travel."""
         return min(count, max(1, math.ceil(self.ratio * count)))
 
-    def average(
-        self,
-        communicator: Communicator,
-        names: Sequence[str],
-        gradients: Sequence[torch.Tensor],
-        share: float | None,
-        memory: Memory,
-    ) -> None:
+    def gains(self, parameter: torch.Tensor, world_size: int) -> bool:
+        """See Compressor. (world_size - 1) * count * 8 bytes, in place of 2 * (world_size - 1) / world_size * size."""
+        sent = self.count_of(parameter.numel()) * (4 + _index_dtype(parameter.numel()).itemsize)
+        return world_size * sent < 2 * parameter.nbytes
+
+    def _exchange(self, ranks: Ranks, opened: Sequence[Opened], memory: Memory) -> None:
         """See Reduced. One all_gather."""
-        if not names:
-            return
-        named = zip(names, gradients, strict=True)
-        opened = self._open(named, share, communicator.world_size, memory)
         chosen = [largest(one.flat, self.count_of(one.flat.numel())) for one in opened]
         own = _Selection.of(opened, chosen)
-        everyone = own.gather(communicator)
+        everyone = own.gather(ranks)
         used = torch.stack([of_rank.used for of_rank in everyone]).any(0).tolist()
         begin = 0
         for one, indices, is_used in zip(opened, chosen, used, strict=True):
@@ -68,7 +62,6 @@ class TopK(Reduced):
                 _add_up(one, [(o.indices[part], o.values[part]) for o in everyone], indices)
             else:
                 one.flat.zero_()
-            one.close()
 
     def approximate(
         self, name: str, values: torch.Tensor, memory: Memory
@@ -155,10 +148,10 @@ class _Selection:
         own.used.copy_(torch.tensor([not one.is_zero for one in opened]))
         return own
 
-    def gather(self, communicator: Communicator) -> list[_Selection]:
+    def gather(self, ranks: Ranks) -> list[_Selection]:
         """Collective: every rank's."""
-        wires = torch.empty(communicator.world_size, len(self.wire), dtype=torch.uint8)
-        communicator.all_gather_single(wires, self.wire)
+        wires = torch.empty(ranks.world_size, len(self.wire), dtype=torch.uint8)
+        ranks.all_gather_single(wires, self.wire)
         count, parameters = len(self.values), len(self.used)
         return [_Selection.over(wire, count, parameters, self.indices.dtype) for wire in wires]
 

@@ -451,7 +451,6 @@ void moves() {
       on_ranks(world_size, small_slots(streaming), kPatient, moves_on_rank);
 }
 
-// Every instruction set that this machine has, on fewer cases.
 // ---- damaged headers ----------------------------------------------------------------------------
 
 // Whatever a rank's header says, the others read no memory but theirs and the segment's: an error,
@@ -480,6 +479,7 @@ void damaged_headers() {
   test_fault() = {};
 }
 
+// Every instruction set that this machine has, on fewer cases.
 void instruction_sets() {
   const std::string before = instruction_set();
   for (const char* name : {"generic", "avx2", "avx512"}) {
@@ -497,6 +497,117 @@ void instruction_sets() {
       });
   }
   set_instruction_set(before.c_str());
+}
+
+// ---- compressed all_reduce ----------------------------------------------------------------------
+
+struct CompressedCase {
+  Codec codec;
+  DType dtype;
+  int64_t count;
+  Algorithm algorithm;
+  bool stochastic;
+  std::string name() const {
+    return concat("compressed all_reduce ", name_of(codec.format), ":", codec.block, " of ", count,
+                  " ", name_of(dtype), ", ", name_of(algorithm), stochastic ? ", by chance" : "");
+  }
+};
+
+std::vector<CompressedCase> compressed_cases() {
+  const std::vector<Codec> codecs = {{WireFormat::kFloat32, 0},     {WireFormat::kFloat16, 0},
+                                     {WireFormat::kFloat16, 64},    {WireFormat::kBFloat16, 0},
+                                     {WireFormat::kFloat8E4M3, 64}, {WireFormat::kFloat8E5M2, 128},
+                                     {WireFormat::kInt8, 256}};
+  std::vector<CompressedCase> cases;
+  for (const Codec& codec : codecs)
+    for (const DType dtype : {DType::kFloat32, DType::kFloat16})
+      for (const int64_t count : {0, 1, 63, 64, 65, 1000, 5003, 20011})
+        for (const Algorithm algorithm : kAlgorithms)
+          cases.push_back({codec, dtype, count, algorithm, count % 4 == 1});
+  return cases;
+}
+
+// The bytes of a list of three tensors, of which the last two begin anywhere.
+struct CompressedCall {
+  std::vector<Bytes> tensors;
+  std::vector<float> residual;
+
+  CompressedCall(const CompressedCase& the, int rank) : residual(the.count, 0.0f) {
+    const size_t element = static_cast<size_t>(bytes_of(the.dtype));
+    const Bytes all = contribution(the.dtype, ReduceOp::kSum, rank, 0, the.count);
+    const int64_t third = the.count / 3;
+    for (const auto& [begin, end] : std::vector<std::pair<int64_t, int64_t>>{
+             {0, third}, {third, third + the.count % 3}, {third + the.count % 3, the.count}})
+      tensors.emplace_back(all.begin() + begin * element, all.begin() + end * element);
+  }
+  Request request(const CompressedCase& the) {
+    auto compression = std::make_shared<Compression>();
+    compression->codec = the.codec;
+    compression->dtype = the.dtype;
+    compression->residual = residual.data();
+    compression->stochastic = the.stochastic;
+    compression->seed = 7;
+    const int64_t element = bytes_of(the.dtype);
+    for (Bytes& tensor : tensors)
+      compression->tensors.push_back(
+          {tensor.data(), static_cast<int64_t>(tensor.size()) / element});
+    Request request = request_of(Operation::kAllReduce, the.dtype, the.count);
+    request.algorithm = the.algorithm;
+    request.compression = std::move(compression);
+    return request;
+  }
+  Bytes result() const {
+    Bytes all;
+    for (const Bytes& tensor : tensors) append(all, tensor);
+    return all;
+  }
+};
+
+float float_at(const Bytes& data, DType dtype, int64_t at) {
+  if (dtype == DType::kFloat32) {
+    float value;
+    std::memcpy(&value, data.data() + 4 * at, sizeof value);
+    return value;
+  }
+  uint16_t half;
+  std::memcpy(&half, data.data() + 2 * at, sizeof half);
+  return half_to_float(half);
+}
+
+// All ranks have the same bits; what arrived and what is kept is what came in, and small integers
+// arrive as they are where the format has them.
+void check_compressed(const CompressedCase& the, const std::vector<CompressedCall>& calls) {
+  const int world_size = static_cast<int>(calls.size());
+  const Bytes result = calls[0].result();
+  for (const CompressedCall& call : calls)
+    check(call.result() == result, concat("ranks differ after ", the.name()));
+  const Bytes exact = reduction(the.dtype, ReduceOp::kSum, world_size, 0, the.count);
+  if (the.codec.value_bytes() > 1)
+    check(result == exact, concat("wrong result of ", the.name(), " world ", world_size));
+  bool conserved = true;
+  for (int64_t at = 0; at < the.count; ++at) {
+    float total = float_at(result, the.dtype, at);
+    for (const CompressedCall& call : calls) total += call.residual[static_cast<size_t>(at)];
+    // What a result of float16 rounds off is kept by nobody.
+    const float rounding = the.dtype == DType::kFloat16 ? 0.02f : 1e-5f;
+    conserved &= std::abs(total - float_at(exact, the.dtype, at)) <= rounding;
+  }
+  check(conserved, concat("something got lost in ", the.name(), " world ", world_size));
+}
+
+void compressed() {
+  const std::vector<CompressedCase> cases = compressed_cases();
+  for (const int world_size : {1, 2, 3, 4})
+    for (const Choice streaming : {Choice::kAlways, Choice::kNever}) {
+      std::vector<std::vector<CompressedCall>> calls(cases.size());
+      for (size_t i = 0; i < cases.size(); ++i)
+        for (int rank = 0; rank < world_size; ++rank) calls[i].emplace_back(cases[i], rank);
+      on_ranks(world_size, small_slots(streaming), kPatient, [&](ShmCommunicator& communicator) {
+        for (size_t i = 0; i < cases.size(); ++i)
+          communicator.run(calls[i][static_cast<size_t>(communicator.rank())].request(cases[i]));
+      });
+      for (size_t i = 0; i < cases.size(); ++i) check_compressed(cases[i], calls[i]);
+    }
 }
 
 // Memory that only barriers order.
@@ -1347,6 +1458,7 @@ const Test kTests[] = {
     {"automatic_streaming_and_latency", automatic_streaming_and_latency},
     {"damaged_headers", damaged_headers},
     {"instruction_sets", instruction_sets},
+    {"compressed", compressed},
     {"grid", grid},
     {"moves", moves},
 };

@@ -20,7 +20,7 @@ mkdir -p "$build"
 
 cd "$root"
 if [[ ! -e $program || -n $(find csrc tests/cpp -newer "$program" -name '*.*' -type f) ]]; then
-  sources=(csrc/communicator.cpp csrc/recorder.cpp csrc/worker.cpp csrc/shm/*.cpp csrc/kernels/*.cpp
+  sources=(csrc/communicator.cpp csrc/process.cpp csrc/recorder.cpp csrc/worker.cpp csrc/shm/*.cpp csrc/kernels/*.cpp
            tests/cpp/ranks_as_threads.cpp)
   export CXX=${CXX:-g++} build
   compile() {

@@ -74,11 +74,13 @@ void fill(T* to, int64_t count, Values kind) {
     to[below(static_cast<unsigned>(count))] = element_of<T>(below(2) ? -INFINITY : NAN);
 }
 
-// Tensors one behind the other, each somewhere in memory of its own.
+// Tensors one behind the other, each somewhere in memory of its own. `before`: elements ahead of
+// them all that nobody reads or writes, so that numbers can be large.
 template <class T>
 class Tensors {
  public:
-  Tensors(int64_t count, bool alone) {
+  Tensors(int64_t before, int64_t count, bool alone) {
+    if (before > 0) spans_.push_back({nullptr, before});
     do {
       const int64_t size = alone ? count : std::min<int64_t>(count, below(600));
       const unsigned offset = below(3) ? below(8) : 0;
@@ -89,11 +91,12 @@ class Tensors {
     if (!alone) spans_.push_back({nullptr, 0});
   }
   void fill_with(Values kind) {
-    for (const Span& span : spans_) fill(static_cast<T*>(span.data), span.count, kind);
+    for (const Span& span : spans_)
+      if (span.data) fill(static_cast<T*>(span.data), span.count, kind);
   }
   void assign(const Tensors& other) {
     for (size_t at = 0; at < spans_.size(); ++at)
-      if (spans_[at].count > 0)
+      if (spans_[at].data && spans_[at].count > 0)
         std::memcpy(spans_[at].data, other.spans_[at].data,
                     static_cast<size_t>(spans_[at].count) * sizeof(T));
   }
@@ -101,6 +104,10 @@ class Tensors {
   Tensors twin() const {
     Tensors result;
     for (const Span& span : spans_) {
+      if (!span.data) {
+        result.spans_.push_back(span);
+        continue;
+      }
       const auto offset =
           static_cast<int64_t>(reinterpret_cast<uintptr_t>(span.data) % 256 / sizeof(T));
       result.memory_.emplace_back(span.count + offset);
@@ -123,7 +130,7 @@ class Tensors {
   }
   bool equals(const Tensors& other) const {
     for (size_t at = 0; at < spans_.size(); ++at)
-      for (int64_t i = 0; i < spans_[at].count; ++i)
+      for (int64_t i = 0; spans_[at].data && i < spans_[at].count; ++i)
         if (!same(static_cast<T*>(spans_[at].data)[i], static_cast<T*>(other.spans_[at].data)[i]))
           return false;
     return true;
@@ -180,8 +187,9 @@ class Comparison {
   explicit Comparison(const Case& which)
       : case_(which),
         kind_(static_cast<Values>(below(kKindsOfValues))),
-        wire_tensors_(which.count, true),
-        inputs_(kFirst + which.count + below(20), below(3) == 0),
+        first_(below(3) ? kFirst : kBehind32Bits - below(static_cast<unsigned>(which.count) + 1)),
+        wire_tensors_(0, which.count, true),
+        inputs_(first_ - kFirst, kFirst + which.count + below(20), below(3) == 0),
         outputs_(inputs_.twin()),
         device_outputs_(inputs_.twin()),
         residual_(residual_offset_ + which.count),
@@ -200,7 +208,7 @@ class Comparison {
 
  private:
   using Value = typename FormatOf<kFormat>::Value;
-  static constexpr int64_t kFirst = 37;
+  static constexpr int64_t kFirst = 37, kBehind32Bits = int64_t{1} << 32;
 
   bool owns() const { return case_.way != Way::kDecode; }
   bool encodes() const { return case_.way == Way::kEncode || case_.way == Way::kReduce; }
@@ -236,9 +244,9 @@ class Comparison {
     call.wires = wires_.data();
     call.num_wires = static_cast<int>(wires_.size());
     call.own = owns() ? static_cast<int>(below(static_cast<unsigned>(call.num_wires) + 1)) : -1;
-    call.first = kFirst;
-    call.factor = below(2) ? 1.0f : 1.0f / 3;
-    call.divisor = below(2) ? 1.0f : 3.0f;
+    call.first = first_;
+    call.factor = below(2) ? 1.0f : below(8) ? 1.0f / 3 : INFINITY;
+    call.divisor = below(2) ? 1.0f : below(4) ? 3.0f : below(2) ? -3.0f : INFINITY;
     if (owns() && below(4)) call.residual = residual_.data() + residual_offset_;
     if (encodes()) {
       call.values = expected_.values.data();
@@ -257,7 +265,7 @@ class Comparison {
   DeviceTranscodeCall device_call(const TranscodeCall& call) {
     DeviceTranscodeCall device{};
     device.count = call.count;
-    device.first = call.first;
+    device.first = first_;
     std::copy(wires_.begin(), wires_.end(), device.wires);
     if (owns()) device.inputs = (in_place_ ? device_outputs_ : inputs_).on_device();
     if (call.outputs) device.outputs = device_outputs_.on_device();
@@ -319,6 +327,7 @@ class Comparison {
 
   const Case case_;
   const Values kind_;
+  const int64_t first_;
   const int64_t residual_offset_ = below(4) ? 0 : 3;
   bool in_place_ = false;
   Tensors<T> wire_tensors_, inputs_, outputs_, device_outputs_;

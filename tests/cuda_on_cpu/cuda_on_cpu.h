@@ -1,14 +1,14 @@
 // Runs CUDA kernels on the CPU: include this, then the kernel's source, and call launch() for a
 // kernel whose threads do not wait for each other, launch_blocks() for one with barriers, warp
-// operations or shared memory.
+// operations or shared memory, launch_resident() for one whose blocks wait for other launches'.
 //
 // A launch runs one thread of the grid at a time, in an order that a seed permutes: what depends on
 // the order of threads gives another result. launch_blocks() is stricter than a device: it throws
 // where threads wait for ones that never come. ThreadSanitizer sees the threads of a block as
-// concurrent but for their barriers. Blocks follow each other, so two blocks' accesses to the same
-// memory are found by the order of blocks only. Needs no CUDA toolkit; the conversions below are
-// written from the formats' definitions, not from the code under test. Nothing is said about speed
-// or memory order.
+// concurrent but for their barriers. Blocks of launch_blocks() follow each other, so two blocks'
+// accesses to the same memory are found by the order of blocks only. Needs no CUDA toolkit; the
+// conversions below are written from the formats' definitions, not from the code under test.
+// Nothing is said about speed or memory order.
 #pragma once
 
 #include <algorithm>
@@ -16,12 +16,14 @@
 #include <cstdint>
 #include <cstring>
 #include <deque>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <numeric>
 #include <random>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <type_traits>
 #include <vector>
 
@@ -30,7 +32,7 @@
 #define __global__
 #define __device__
 #define __host__
-#define __shared__ static  // of one block at a time
+#define __shared__ static thread_local  // of one block at a time, which is in one thread
 #define __grid_constant__
 #define __launch_bounds__(...)
 
@@ -73,7 +75,7 @@ void launch(unsigned blocks, unsigned threads, Order order, unsigned seed, Kerne
 
 inline constexpr unsigned kWarp = 32;
 
-enum class Wait { kNothing, kBarrier, kShuffle, kBallot, kDone };
+enum class Wait { kNothing, kSleep, kBarrier, kShuffle, kBallot, kDone };
 
 struct Thread {
   unsigned number = 0;
@@ -127,11 +129,30 @@ class Block {
     if (!error_.empty()) throw std::runtime_error(error_);
   }
 
-  void barrier() {
+  // Whether any thread came with a `vote`.
+  bool barrier(bool vote) {
     void* const edge = &barriers_[barrier_turn_ % 2];  // the next barrier's may come early
     released(edge);
+    {
+      const UnwatchedByTsan unwatched;
+      running_->value = vote;
+    }
     suspend(Wait::kBarrier);
     acquired(edge);
+    const UnwatchedByTsan unwatched;
+    return running_->value != 0;
+  }
+  // Lets the other threads of the block run, and the other blocks.
+  void sleep() { suspend(Wait::kSleep); }
+  // Now and then, where the order of threads is shuffled: as if something else came between.
+  void disturb() {
+    if (order_ != Order::kShuffled) return;
+    bool now = false;
+    {
+      const UnwatchedByTsan unwatched;
+      now = generator_() % 4 == 0;
+    }
+    if (now) sleep();
   }
 
   uint64_t warp_operation(Wait kind, unsigned mask, uint64_t value, unsigned source) {
@@ -169,14 +190,26 @@ class Block {
       case Wait::kDone:
         ++done_;
         return;
+      case Wait::kSleep:
+        running_->wait = Wait::kNothing;
+        ready_.push_back(running_);
+        std::this_thread::yield();
+        return;
       case Wait::kBarrier:
         if (++at_barrier_ < threads_.size()) return;
-        at_barrier_ = 0;
-        ++barrier_turn_;
-        return make_all_ready();
+        return open_barrier();
       default:
         return exchange(running_->number / kWarp * kWarp);
     }
+  }
+
+  void open_barrier() {
+    bool any = false;
+    for (const auto& thread : threads_) any = any || thread->value != 0;
+    for (const auto& thread : threads_) thread->value = any;
+    at_barrier_ = 0;
+    ++barrier_turn_;
+    make_all_ready();
   }
 
   // The warp operation that the running thread waits in, if it was the last to come.
@@ -256,6 +289,29 @@ void launch_blocks(unsigned blocks, unsigned threads, Order order, unsigned seed
   for (const unsigned number : in_order(blocks, order, generator)) block.run(number);
 }
 
+// All blocks at once, each in a thread of its own: for blocks that wait for those of other
+// launches. As on a device, they must all fit.
+template <class Kernel, class... Arguments>
+void launch_resident(unsigned blocks, unsigned threads, Order order, unsigned seed, Kernel&& kernel,
+                     const Arguments&... arguments) {
+  std::mt19937 generator(seed);
+  std::vector<std::thread> running;
+  std::vector<std::exception_ptr> failures(blocks);
+  for (const unsigned number : in_order(blocks, order, generator))
+    running.emplace_back([&, number] {
+      gridDim = dim3{blocks};
+      blockDim = dim3{threads};
+      try {
+        Block(threads, order, seed + number, [&] { kernel(arguments...); }).run(number);
+      } catch (...) {
+        failures[number] = std::current_exception();
+      }
+    });
+  for (std::thread& thread : running) thread.join();
+  for (const std::exception_ptr& failure : failures)
+    if (failure) std::rethrow_exception(failure);
+}
+
 inline Block& waiting_block() {
   if (!Block::current()) throw std::logic_error("a kernel that waits needs launch_blocks()");
   return *Block::current();
@@ -327,7 +383,11 @@ using Brain16 = Format<8, 7>;
 
 }  // namespace cuda_on_cpu
 
-inline void __syncthreads() { cuda_on_cpu::waiting_block().barrier(); }
+inline void __syncthreads() { cuda_on_cpu::waiting_block().barrier(false); }
+inline int __syncthreads_or(int predicate) {
+  return cuda_on_cpu::waiting_block().barrier(predicate != 0);
+}
+inline void __nanosleep(unsigned) { cuda_on_cpu::waiting_block().sleep(); }
 inline unsigned __ballot_sync(unsigned mask, int predicate) {
   return static_cast<unsigned>(cuda_on_cpu::waiting_block().warp_operation(
       cuda_on_cpu::Wait::kBallot, mask, predicate != 0, 0));
@@ -357,6 +417,37 @@ template <class T>
 T atomicMax(T* at, T value) {
   return cuda_on_cpu::change_atomically(at, [&](T old) { return std::max(old, value); });
 }
+
+// The part of libcu++ that the kernels use.
+namespace cuda {
+enum thread_scope { thread_scope_system };
+namespace std {
+enum memory_order { memory_order_relaxed, memory_order_acquire, memory_order_release };
+}
+template <class T, thread_scope>
+class atomic_ref {
+ public:
+  explicit atomic_ref(T& word) : word_(&word) {}
+  T load(std::memory_order order) const {
+    cuda_on_cpu::waiting_block().disturb();
+    return order == std::memory_order_acquire ? __atomic_load_n(word_, __ATOMIC_ACQUIRE)
+                                              : __atomic_load_n(word_, __ATOMIC_RELAXED);
+  }
+  void store(T value, std::memory_order order) const {
+    cuda_on_cpu::waiting_block().disturb();
+    if (order == std::memory_order_release)
+      __atomic_store_n(word_, value, __ATOMIC_RELEASE);
+    else
+      __atomic_store_n(word_, value, __ATOMIC_RELAXED);
+  }
+  T exchange(T value, std::memory_order) const {
+    return __atomic_exchange_n(word_, value, __ATOMIC_RELAXED);
+  }
+
+ private:
+  T* word_;
+};
+}  // namespace cuda
 
 struct __half {
   uint16_t bits;

@@ -18,6 +18,7 @@
 #include "../../csrc/kernels/elementwise.h"
 #include "../../csrc/kernels/elementwise_kernel.cuh"
 #include "../../csrc/kernels/isa.h"
+#include "random_element.h"
 
 namespace {
 
@@ -39,29 +40,6 @@ constexpr Shape kShapes[] = {{1, 16}, {1, 256}, {2, 32}, {3, 96}, {7, 33}, {40, 
 
 std::mt19937_64 generator(20240521);
 
-// Any bits at all: integers that wrap; among floats NaNs, infinities, subnormals and -0, mixed with
-// tame values.
-template <class T>
-T random_element() {
-  const uint64_t word = generator();
-  if constexpr (kIs16BitFloat<T>) {
-    const float tame = static_cast<float>(static_cast<int>(word >> 32) % 1000) / 64;
-    if (word % 4 == 0) return T{static_cast<uint16_t>(word >> 16)};
-    if constexpr (std::is_same_v<T, Half>)
-      return T{cuda_on_cpu::Binary16::narrow(tame)};
-    else
-      return T{cuda_on_cpu::Brain16::narrow(tame)};
-  } else if constexpr (kIsFloat8<T> || std::is_same_v<T, Bool>) {
-    return T{static_cast<uint8_t>(word % 4 == 0 ? 0 : word >> 16)};
-  } else if constexpr (std::is_floating_point_v<T>) {
-    T value = static_cast<T>(static_cast<int64_t>(word)) / static_cast<T>(1 << 30);
-    if (word % 4 == 0) std::memcpy(&value, &word, sizeof value);
-    return value;
-  } else {
-    return static_cast<T>(word);
-  }
-}
-
 // ---- the comparison -----------------------------------------------------------------------------
 
 template <class T, ReduceOp kOp>
@@ -70,7 +48,7 @@ void compare(DType dtype, int64_t count, int num_sources) {
   const void* pointers[kMostSources];
   for (int s = 0; s < num_sources; ++s) {
     sources.emplace_back(count);
-    for (int64_t at = 0; at < count; ++at) sources.back()[at] = random_element<T>();
+    for (int64_t at = 0; at < count; ++at) sources.back()[at] = random_element<T>(generator);
     pointers[s] = sources.back().data();
   }
   Array<T> expected(count);
@@ -121,7 +99,7 @@ void ring(DType dtype, int64_t count, int world_size) {
   const char* pointers[kMostSources];
   for (int rank = 0; rank < world_size; ++rank) {
     contributions.emplace_back(count);
-    for (int64_t at = 0; at < count; ++at) contributions.back()[at] = random_element<T>();
+    for (int64_t at = 0; at < count; ++at) contributions.back()[at] = random_element<T>(generator);
     pointers[rank] = reinterpret_cast<const char*>(contributions.back().data());
   }
   const double* scales = kOp == ReduceOp::kPremulSum ? kScales : nullptr;
