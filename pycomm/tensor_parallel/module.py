@@ -51,6 +51,11 @@ class ParallelModule(nn.Module):
             if parameter is not None:
                 set_layout(parameter, layout)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if isinstance(value, nn.Parameter) and name in self.__dict__.get("layouts", ()):
+            set_layout(value, self.layouts[name])  # FSDP2 puts others in the parameters' place
+
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         module = super()._apply(fn, recurse)
         self._mark()
