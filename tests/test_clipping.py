@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from harness import G, attempt, near, refused, run, seeded
-from tensor_parallel import randn, whole_grad
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from whole_modules import randn, whole_grad
 
 import pycomm
 from pycomm import tensor_parallel as tp

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import G, attempt, near, refused, run, seeded
-from tensor_parallel import check_equal, check_same_parameters, randn, whole, whole_grad
 from torch import nn
 from torch.nn import functional
+from whole_modules import check_equal, check_same_parameters, randn, whole, whole_grad
 
 import pycomm
 from pycomm import tensor_parallel as tp
@@ -458,7 +458,7 @@ def test_attention(n: int) -> None:
             for module, call in zip((parallel, plain), first, strict=True):
                 module.zero_grad()
                 call(q).pow(2).sum().backward()
-            from tensor_parallel import check_same_gradients
+            from whole_modules import check_same_gradients
 
             check_same_gradients(parallel, plain, 1e-9)
             alone = randn(5, 4, 12)
@@ -491,7 +491,7 @@ def test_grouped_query_attention(n: int) -> None:
     """More and fewer heads of keys than ranks; some ranks may have no head at all."""
 
     def worker(rank: int, n: int) -> None:
-        from tensor_parallel import check_same_gradients
+        from whole_modules import check_same_gradients
 
         from pycomm.tensor_parallel.attention import _whole
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from harness import G, attempt, near, refused, run
-from tensor_parallel import randn
 from torch.nn import functional
+from whole_modules import randn
 
 import pycomm
 from pycomm.errors import InvalidArgument, MismatchError

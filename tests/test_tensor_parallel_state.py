@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 from harness import run, seeded
-from tensor_parallel import check_same_parameters
 from torch import nn
+from whole_modules import check_same_parameters
 
 from pycomm import checkpoint
 from pycomm import tensor_parallel as tp
