@@ -248,54 +248,6 @@ def test_autocast() -> None:
     run(2, worker)
 
 
-def test_communication_of_a_pair() -> None:
-    """One sum forward and one backward; sequence parallel moves the same elements; frozen inputs none backward."""
-
-    def worker(rank: int, n: int) -> None:
-        def kinds(action: Any) -> dict[str, tuple[int, int]]:
-            before = pycomm.stats()["kinds"]
-            action()
-            after = pycomm.stats()["kinds"]
-            found = {}
-            for kind, now in after.items():
-                then = before.get(kind, {"operations": 0, "bytes": 0})
-                if now["operations"] > then["operations"]:
-                    operations = now["operations"] - then["operations"]
-                    found[kind] = (operations, now["bytes"] - then["bytes"])
-            return found
-
-        def pair(**options: Any) -> nn.Sequential:
-            return nn.Sequential(
-                tp.ColumnParallelLinear(16, 32, gather_output=False, **options),
-                tp.RowParallelLinear(32, 16, bias=False, input_is_parallel=True, **options),
-            )
-
-        state: dict[str, torch.Tensor] = {}
-
-        def forward(model: nn.Module, x: torch.Tensor) -> None:
-            state["y"] = model(x)
-
-        def backward() -> None:
-            state["y"].sum().backward()
-
-        tokens, volume = 8, 8 * 16 * 4
-        plain = pair()
-        x = torch.ones(tokens, 16, requires_grad=True)
-        assert kinds(lambda: forward(plain, x)) == {"all_reduce": (1, volume)}
-        assert kinds(backward) == {"all_reduce": (1, volume)}
-        assert kinds(lambda: forward(plain, x.detach())) == {"all_reduce": (1, volume)}
-        assert kinds(backward) == {}
-        sequence = pair(sequence_parallel=True)
-        part = torch.ones(tokens // n, 16, requires_grad=True)
-        found = kinds(lambda: forward(sequence, part))
-        # A gather and a reduce_scatter are counted by one rank's part, and move half of what a sum of the whole does.
-        expected = {"all_gather": (1, volume // n), "reduce_scatter": (1, volume // n)}
-        assert found == expected
-        assert kinds(backward) == expected
-
-    run(2, worker)
-
-
 def test_inputs_of_the_wrong_width() -> None:
     """Are refused in words, before anything travels."""
 
