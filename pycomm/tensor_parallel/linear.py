@@ -256,12 +256,9 @@ class RowParallelLinear(_ParallelLinear):
         x, weight, bias = self._operands(x)
         if self.group.world_size == 1:
             return functional.linear(x, weight, bias)
-        y = row(x, weight, self._way(self._sequence_counts(x)))
-        if bias is None:
-            return y
-        if self.sequence_parallel:  # of which each rank has seen a part of the data
-            bias = regions.copy(bias, self.group)
-        return y + bias
+        if bias is not None and self.sequence_parallel:
+            bias = regions.copy(bias, self.group)  # of which each rank sees a part of the data
+        return row(x, weight, bias, self._way(self._sequence_counts(x)))
 
     def _sequence_counts(self, x: torch.Tensor) -> list[int] | None:
         if not self.sequence_parallel:

@@ -40,56 +40,66 @@ class Way:
 # ---- without gradients ----------------------------------------------------------------------------------------------
 
 
+def first(x: torch.Tensor, way: Way) -> torch.Tensor:
+    """With the sequence first, in memory too: there every rank's elements, and every chunk's, lie together."""
+    return x.movedim(way.dim, 0).contiguous()
+
+
+def back(x: torch.Tensor, way: Way) -> torch.Tensor:
+    """A view with the sequence where it belongs."""
+    return x.movedim(0, way.dim)
+
+
 def gather_matmul(
-    x: torch.Tensor, weight: torch.Tensor, way: Way
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, way: Way
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Collective: the product of the gathered sequence with ``weight.t()``, and the gathered sequence."""
+    """Collective: ``linear`` of the gathered sequence, and the gathered sequence; with the sequence first, as ``x``."""
     assert way.counts is not None
-    if way.chunks == 1:
-        whole = regions.gathered(x, way.ranks, way.dim, way.counts)
-        return functional.linear(whole, weight), whole
-    first = x.movedim(way.dim, 0).contiguous()
-    whole = first.new_empty(sum(way.counts), *first.shape[1:])
-    product = first.new_empty(*whole.shape[:-1], weight.shape[0])
+    whole = x.new_empty(sum(way.counts), *x.shape[1:])
     chunks = _chunks(way)
-    own = first.split([chunk[way.ranks.rank][1] for chunk in chunks])
+    own = x.split([chunk[way.ranks.rank][1] for chunk in chunks])
 
     def start(index: int) -> Waitable:
         parts = [whole.narrow(0, begin, count) for begin, count in chunks[index]]
-        return way.ranks.all_gather(parts, own[index], async_op=True)
+        return way.ranks.all_gather(parts, own[index], async_op=way.chunks > 1)
 
     pending = start(0)
+    if way.chunks == 1:
+        return functional.linear(whole, weight, bias), whole
+    product = x.new_empty(*whole.shape[:-1], weight.shape[0])
     for index, chunk in enumerate(chunks):
         following = start(index + 1) if index + 1 < len(chunks) else DONE
         pending.wait()
         for begin, count in chunk:
             _multiply(whole, weight, product, begin, count)
         pending = following
-    return product.movedim(0, way.dim), whole.movedim(0, way.dim)
+    return product if bias is None else product.add_(bias), whole
 
 
 def matmul_scatter(
     x: torch.Tensor, weight: torch.Tensor, way: Way
 ) -> tuple[torch.Tensor, list[Waitable]]:
-    """Collective: this rank's part of the sum of the ranks' products with ``weight.t()``, after the waits."""
+    """Collective: this rank's part of the sum of the ranks' products with ``weight.t()``, after the waits.
+
+    With the sequence first, as ``x``.
+    """
     assert way.counts is not None
-    first = x.movedim(way.dim, 0)
-    if way.chunks == 1:
-        product = functional.linear(first, weight).contiguous()
-    else:
-        first = first.contiguous()
-        product = first.new_empty(*first.shape[:-1], weight.shape[0])
+    product = (
+        functional.linear(x, weight)
+        if way.chunks == 1
+        else x.new_empty(*x.shape[:-1], weight.shape[0])
+    )
     part = product.new_empty(way.counts[way.ranks.rank], *product.shape[1:])
     chunks = _chunks(way)
     outputs = part.split([chunk[way.ranks.rank][1] for chunk in chunks])
     pending = []
     for chunk, output in zip(chunks, outputs, strict=True):
         for begin, count in chunk if way.chunks > 1 else ():
-            _multiply(first, weight, product, begin, count)
+            _multiply(x, weight, product, begin, count)
         parts = [product.narrow(0, begin, count) for begin, count in chunk]
         overlap = way.overlap or way.chunks > 1
         pending.append(way.ranks.reduce_scatter(output, parts, async_op=overlap))
-    return part.movedim(0, way.dim), pending
+    return part, pending
 
 
 def _wait(pending: list[Waitable]) -> None:
@@ -180,32 +190,32 @@ class _ColumnOfSequence(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, bias: Any, way: Way) -> torch.Tensor:
-        y, whole = gather_matmul(x, weight, way)
+        y, whole = gather_matmul(first(x, way), weight, bias, way)
         ctx.save_for_backward(x if way.regather else whole, weight)
-        ctx.way, ctx.has_whole = way, not way.regather
-        return y if bias is None else y.add_(bias)
+        ctx.way = way
+        return back(y, way)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         (x, weight), way, needs = ctx.saved_tensors, ctx.way, ctx.needs_input_grad
         again = torch.is_grad_enabled()
-        if again and ctx.has_whole and needs[1]:
+        if again and not way.regather and needs[1]:
             raise RuntimeError(
                 "a sequence parallel layer can be differentiated twice only with regather=True"
             )
-        db = _bias_gradient(grad) if needs[2] else None
+        grad = first(grad, way)
         dx = dw = None
         pending: list[Waitable] = []
-        if needs[0]:
-            if again:
-                product = grad @ weight
-                dx = regions.reduce_scatter(product, way.ranks, way.dim, way.counts)
-            else:
-                dx, pending = matmul_scatter(grad, weight.t(), way)
+        if needs[0] and again:
+            dx = regions.reduce_scatter(back(grad @ weight, way), way.ranks, way.dim, way.counts)
+        elif needs[0]:
+            part, pending = matmul_scatter(grad, weight.t(), way)
+            dx = back(part, way)
         if needs[1]:
-            if not ctx.has_whole:
-                x = regions.all_gather(x, way.ranks, way.dim, way.counts)
+            if way.regather:
+                x = first(regions.all_gather(x, way.ranks, way.dim, way.counts), way)
             dw = _weight_gradient(grad, x)
+        db = _bias_gradient(grad) if needs[2] else None
         _wait(pending)
         return dx, dw, db, None
 
@@ -214,44 +224,48 @@ class _Row(Function):
     """A part of the input's width on each rank, the sum goes out."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, weight: Any, way: Way) -> torch.Tensor:
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any, way: Way) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.way = way
-        return matmul_reduce(x, weight, way)
+        y = matmul_reduce(x, weight, way)
+        return y if bias is None else y.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        x, weight = ctx.saved_tensors
+        (x, weight), needs = ctx.saved_tensors, ctx.needs_input_grad
+        db = _bias_gradient(grad) if needs[2] else None
         if torch.is_grad_enabled():
             grad = regions.copy(grad, ctx.way.ranks)
-        dx = grad @ weight if ctx.needs_input_grad[0] else None
-        dw = _weight_gradient(grad, x) if ctx.needs_input_grad[1] else None
-        return dx, dw, None
+        dx = grad @ weight if needs[0] else None
+        dw = _weight_gradient(grad, x) if needs[1] else None
+        return dx, dw, db, None
 
 
 class _RowOfSequence(Function):
     """A part of the input's width on each rank, this rank's part of the sequence goes out."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, weight: Any, way: Way) -> torch.Tensor:
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any, way: Way) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.way = way
-        part, pending = matmul_scatter(x, weight, way)
+        part, pending = matmul_scatter(first(x, way), weight, way)
         _wait(pending)
-        return part
+        return back(part if bias is None else part.add_(bias), way)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        (x, weight), way = ctx.saved_tensors, ctx.way
+        (x, weight), way, needs = ctx.saved_tensors, ctx.way, ctx.needs_input_grad
+        db = _bias_gradient(grad) if needs[2] else None
+        dx = None
         if torch.is_grad_enabled():
-            whole = regions.all_gather(grad, way.ranks, way.dim, way.counts)
+            whole = first(regions.all_gather(grad, way.ranks, way.dim, way.counts), way)
             dx = whole @ weight
-        elif ctx.needs_input_grad[0]:
-            dx, whole = gather_matmul(grad, weight.t(), way)
+        elif needs[0]:
+            dx, whole = gather_matmul(first(grad, way), weight.t(), None, way)
         else:
-            dx, whole = None, regions.gathered(grad, way.ranks, way.dim, way.counts)
-        dw = _weight_gradient(whole, x) if ctx.needs_input_grad[1] else None
-        return dx, dw, None
+            whole = first(regions.gathered(grad, way.ranks, way.dim, way.counts), way)
+        dw = _weight_gradient(whole, first(x, way)) if needs[1] else None
+        return None if dx is None else back(dx, way), dw, db, None
 
 
 @torch.compiler.disable(reason=regions.REASON)
@@ -264,7 +278,10 @@ def column(
 
 
 @torch.compiler.disable(reason=regions.REASON)
-def row(x: torch.Tensor, weight: torch.Tensor, way: Way) -> torch.Tensor:
-    """The sum over ranks of ``linear(x, weight)`` with this rank's columns of the weight."""
+def row(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, way: Way) -> torch.Tensor:
+    """The sum over ranks of ``linear(x, weight)`` with this rank's columns of the weight, and once the bias.
+
+    In sequence parallel the bias's gradient is of this rank's part of the sequence.
+    """
     kind = _Row if way.counts is None else _RowOfSequence
-    return kind.apply(x, weight, way)
+    return kind.apply(x, weight, bias, way)
