@@ -648,7 +648,7 @@ def test_bad_labels() -> None:
     """A label of 9 in a vocabulary of 8 is refused on all ranks, where logits stay split; ids are, too."""
 
     def worker(rank: int, n: int) -> None:
-        plan = {**plans.gpt2(), "lm_head": tp.Style("vocab", gather_output=False)}
+        plan = plans.gpt2(gather_logits=False)
         model = tp.parallelize(seeded(lambda: Gpt(words=8)), plan)
         ids = torch.arange(6).view(1, 6)
         logits = model(ids)

@@ -66,6 +66,12 @@ class ParallelModule(nn.Module):
             if parameter is not None:
                 set_layout(parameter, layout)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        layout = self.__dict__.get("layouts", {}).get(name)
+        if layout is not None and isinstance(value, nn.Parameter):  # another one, as of FSDP
+            set_layout(value, layout)
+
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         module = super()._apply(fn, recurse)
         self._mark()

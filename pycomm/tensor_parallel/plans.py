@@ -17,11 +17,10 @@ Entries = dict[str, str | Style]
 _OPTIONS: Final = {"sequence_parallel": True, "sequence_dim": 1}
 
 
-def gpt2(*, sequence_parallel: bool = False) -> Entries:
-    """GPT2Model, GPT2LMHeadModel, or a block of one: heads, MLP and vocabulary are split.
-
-    ``sequence_parallel``: what lies between has a part of the sequence on each rank, too; for whole models.
-    """
+def gpt2(
+    *, sequence_parallel: bool = False, gather_logits: bool = True, pad_to: int = 1
+) -> Entries:
+    """GPT2Model, GPT2LMHeadModel, or a block of one: heads, MLP and vocabulary are split."""
     options: dict[str, Any] = _OPTIONS if sequence_parallel else {}
     plan: Entries = {
         "*attn.c_attn": Style("qkv", **options),
@@ -31,8 +30,8 @@ def gpt2(*, sequence_parallel: bool = False) -> Entries:
         "*crossattention.c_proj": Style("row", optional=True),
         "*mlp.c_fc": Style("column", **options),
         "*mlp.c_proj": Style("row", **options),
-        "wte|*.wte": Style("vocab", optional=True),
-        "lm_head": Style("vocab", optional=True),
+        "wte|*.wte": Style("vocab", optional=True, pad_to=pad_to),
+        "lm_head": Style("vocab", optional=True, pad_to=pad_to, gather_output=gather_logits),
     }
     if sequence_parallel:
         plan |= _sequence("h.0|*.h.0", "ln_f|*.ln_f")
@@ -40,11 +39,10 @@ def gpt2(*, sequence_parallel: bool = False) -> Entries:
     return plan
 
 
-def llama(*, sequence_parallel: bool = False) -> Entries:
-    """LlamaModel, LlamaForCausalLM, a layer of one, and what has the same names (Mistral, Qwen2, SmolLM).
-
-    ``sequence_parallel``: what lies between has a part of the sequence on each rank, too; for whole models.
-    """
+def llama(
+    *, sequence_parallel: bool = False, gather_logits: bool = True, pad_to: int = 1
+) -> Entries:
+    """LlamaModel, LlamaForCausalLM, a layer of one, and what has the same names (Mistral, Qwen2, SmolLM)."""
     options: dict[str, Any] = _OPTIONS if sequence_parallel else {}
     plan: Entries = dict.fromkeys(["*q_proj", "*k_proj", "*v_proj"], "column")
     plan |= {
@@ -52,8 +50,8 @@ def llama(*, sequence_parallel: bool = False) -> Entries:
         "*gate_proj": Style("column", **options),
         "*up_proj": Style("column", **options),
         "*down_proj": Style("row", **options),
-        "embed_tokens|*.embed_tokens": Style("vocab", optional=True),
-        "lm_head": Style("vocab", optional=True),
+        "embed_tokens|*.embed_tokens": Style("vocab", optional=True, pad_to=pad_to),
+        "lm_head": Style("vocab", optional=True, pad_to=pad_to, gather_output=gather_logits),
     }
     if sequence_parallel:
         plan |= _sequence("layers.0|*.layers.0", "norm|model.norm")
