@@ -144,10 +144,11 @@ def _heads_of_parent(
         if heads is None:
             unclear = [p for p in named if "unit" not in p.style.options]
             return None, [Problem(p.name, _no_heads(p, parent)) for p in unclear]
-        for place in named:
-            _set_outputs(place, heads)
     except InvalidArgument as error:
         return None, [Problem(name or type(parent).__name__, str(error))]
+    unclear = [place for place in named if not _knows_outputs(place, heads)]
+    if unclear:
+        return None, [Problem(place.name, _unclear(place, heads)) for place in unclear]
     for row in rows:
         if widths(row.module)[0] == heads.width and "unit" not in row.style.options:
             row.heads = heads
@@ -171,23 +172,25 @@ def _no_heads(place: Place, parent: nn.Module) -> str:
     )
 
 
-def _set_outputs(place: Place, heads: Heads) -> None:
-    """What the outputs of a layer of heads are; raises InvalidArgument if it is unclear."""
+def _knows_outputs(place: Place, heads: Heads) -> bool:
+    """Notes what the outputs of a layer of heads are; False if it is unclear."""
     options: dict[str, Any] = place.style.options
     if "unit" in options or "parts" in options:
-        return
+        return True
     q, kv = heads.width, heads.kv_width
-    out = widths(place.module)[1]
+    known: dict[int, tuple[int, ...]] = {q: (q,), kv: (kv,)}
     if place.style.kind == "qkv":
-        fused: dict[int, tuple[int, ...]] = {2 * kv: (kv, kv), q + 2 * kv: (q, kv, kv)}
-        if out in fused:
-            place.heads, place.outputs = heads, fused[out]
-            return
-    elif out in (q, kv):
-        place.heads, place.outputs = heads, (out,)
-        return
-    raise InvalidArgument(
-        f"{place.name} has {out} outputs, but {heads.queries} heads of queries and {heads.kv} of keys, each of "
+        known = {2 * kv: (kv, kv), q + 2 * kv: (q, kv, kv)}
+    outputs = known.get(widths(place.module)[1])
+    if outputs is not None:
+        place.heads, place.outputs = heads, outputs
+    return outputs is not None
+
+
+def _unclear(place: Place, heads: Heads) -> str:
+    q, kv = heads.width, heads.kv_width
+    return (
+        f"has {widths(place.module)[1]} outputs, but {heads.queries} heads of queries and {heads.kv} of keys, each of "
         f'{heads.dim}, have {q} and {kv}; if it is queries, keys and values one after the other, say "qkv" (then '
         f'{q + 2 * kv}), if head by head Style("column", unit=...), else Style("column", parts=[...], unit=...)'
     )

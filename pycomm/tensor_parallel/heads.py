@@ -72,22 +72,27 @@ class HeadSplit:
         )
         self.own = self.counts[group.rank]
         self.begin = sum(self.counts[: group.rank])
-        needed = [head // heads.each for head in range(self.begin, self.begin + self.own)]
-        self.first_kv = needed[0] if needed else 0
-        self.own_kv = needed[-1] + 1 - self.first_kv if needed else 0
+        needed = [_needed(heads, self.counts, rank) for rank in range(group.world_size)]
+        own = needed[group.rank]
+        self.first_kv = own[0] if own else 0
+        self.own_kv = own[-1] + 1 - self.first_kv if own else 0
         # Which of the own heads of keys each own head of queries needs.
-        self.kv_of_query = [head - self.first_kv for head in needed]
+        self.kv_of_query = [head - self.first_kv for head in own]
+        # How many need one; None if that is not the same for all, here or on another rank: what ranks compute differs
+        # in size alone, or backward would not communicate in one order.
+        uses = {of_rank.count(head) for of_rank in needed for head in of_rank}
+        self.own_each = uses.pop() if len(uses) == 1 else None
 
     @property
     def unit(self) -> int:
         """Of a query's width, what stays together."""
         return self.heads.dim * (1 if self.shares_kv else self.heads.each)
 
-    @property
-    def own_each(self) -> int | None:
-        """Own heads of queries for one of keys; None if it is not the same for all."""
-        uses = {self.kv_of_query.count(head) for head in range(self.own_kv)}
-        return uses.pop() if len(uses) == 1 else None
+
+def _needed(heads: Heads, counts: list[int], rank: int) -> list[int]:
+    """The heads of keys that a rank's heads of queries need, one for each."""
+    begin = sum(counts[:rank])
+    return [head // heads.each for head in range(begin, begin + counts[rank])]
 
 
 class SharedKeyLinear(ParallelLinear):
@@ -121,7 +126,7 @@ class SharedKeyLinear(ParallelLinear):
         weight = weight.narrow(0, begin, count)
         bias = None if bias is None else bias.narrow(0, begin, count)
         y = functional.linear(*autocast(x, weight, bias))
-        if split.own_each is not None or not split.own:
+        if split.own_each is not None:
             return y
         return y.unflatten(-1, (-1, dim))[..., split.kv_of_query, :].flatten(-2)
 
@@ -164,7 +169,7 @@ def own_numbers(block: nn.Module, split: HeadSplit) -> dict[str, int]:
     """The attributes of a block that count heads or their width, as they are for this rank's."""
     heads, expands = split.heads, split.shares_kv and split.own_each is None
     kv = split.own if expands else split.own_kv
-    each = 1 if expands else (split.own_each or heads.each)
+    each = split.own_each or 1
     changes = {
         _QUERIES: (heads.queries, split.own),
         _KEYS: (heads.kv, kv),

@@ -182,11 +182,21 @@ def _prepare(module: nn.Module, plan: Plan, group: Group, defaults: dict[str, An
         change.made = _make(places, problems)
         problems += _tied(module, change.made)
     if problems:
-        listed = "".join(f'\n- "{problem.name}": {problem.words}' for problem in problems)
         raise InvalidArgument(
-            f"{group}: the plan does not fit {type(module).__name__}, which is as it was:{listed}"
+            f"{group}: the plan does not fit {type(module).__name__}, which is as it was:{_listed(problems)}"
         )
     return change
+
+
+def _listed(problems: list[Problem]) -> str:
+    """One line for those that differ in the module's name alone, as of a model's many layers."""
+    names: dict[str, list[str]] = {}
+    for problem in problems:
+        names.setdefault(problem.words, []).append(problem.name)
+    return "".join(
+        f'\n- "{first}"{f" and {len(others)} more" if others else ""}: {words}'
+        for words, (first, *others) in names.items()
+    )
 
 
 def _make(places: Mapping[str, Place], problems: list[Problem]) -> dict[int, nn.Module]:
