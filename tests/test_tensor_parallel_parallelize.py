@@ -202,6 +202,10 @@ def test_transformers_models() -> None:
                 ours.loss.backward()
                 theirs.loss.backward()
                 check_same_gradients(parallel, plain, 1e-8)
+                split, _ = made(make, plan(sequence_parallel=sequence, gather_logits=False))
+                for items in ({}, {"num_items_in_batch": torch.tensor(7)}):
+                    of_split, of_plain = (m(ids, labels=ids, **items).loss for m in (split, plain))
+                    assert near(of_split, of_plain, 1e-5)
                 if sequence:
                     continue
                 words = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
@@ -316,6 +320,7 @@ class Odd(nn.Module):
         self.grouped = GroupedAttention(8, 4, 2)
         self.fused = Fused()
         self.mlp = GatedMlp(4, 6)
+        self.one = One()
 
 
 class OwnLinear(nn.Linear):
@@ -329,6 +334,14 @@ class Nameless(nn.Module):
         self.h = 2
         self.q_proj = nn.Linear(4, 4)
         self.o_proj = nn.Linear(4, 4)
+
+
+class One(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_head = 1
+        self.qkv = nn.Linear(4, 12)
+        self.proj = nn.Linear(4, 4)
 
 
 class Fused(nn.Module):
@@ -366,6 +379,7 @@ BAD: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"nameless.q_proj": "column", "nameless.o_proj": "row"}, ("num_heads", "unit=<width")),
     ({"grouped.q_proj": "column", "grouped.o_proj": "row"}, ('"grouped.k_proj" and 1 more: is left out',)),
     ({"fused.query_key_value": "column", "fused.dense": "row"}, ("12 outputs", '"qkv"', "fused.query_key_value")),
+    ({"one.qkv": "qkv", "one.proj": "row"}, ('"one": has 1 heads, fewer than 2 ranks',)),
     ({"mlp": "shared"}, ('child "gate_proj"',)),
     ({"words": ColwiseParallel()}, ("RowwiseParallel(input_layouts=Replicate())",)),
     ({"words": RowwiseParallel(), "head": "vocab"}, ("input_layouts=Replicate()",)),

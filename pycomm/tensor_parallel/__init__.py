@@ -18,7 +18,7 @@ from pycomm.tensor_parallel.attention import ParallelMultiheadAttention
 from pycomm.tensor_parallel.conv import ParallelConv2d
 from pycomm.tensor_parallel.embedding import VocabParallelEmbedding
 from pycomm.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from pycomm.tensor_parallel.loss import vocab_parallel_cross_entropy
+from pycomm.tensor_parallel.loss import CausalLmLoss, vocab_parallel_cross_entropy
 from pycomm.tensor_parallel.norm import LayerNorm, RMSNorm
 from pycomm.tensor_parallel.parallelize import parallelize
 from pycomm.tensor_parallel.random import (
@@ -39,6 +39,7 @@ from pycomm.tensor_parallel.state import gather_state_dict, load_full_state_dict
 from pycomm.tensor_parallel.style import Style
 
 __all__ = [
+    "CausalLmLoss",
     "ColumnParallelLinear",
     "LayerNorm",
     "ParallelConv2d",

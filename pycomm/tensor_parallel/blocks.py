@@ -146,6 +146,9 @@ def _heads_of_parent(
             return None, [Problem(p.name, _no_heads(p, parent)) for p in unclear]
     except InvalidArgument as error:
         return None, [Problem(name or type(parent).__name__, str(error))]
+    if heads.queries < named[0].group.world_size:
+        words = f"has {heads.queries} heads, fewer than {named[0].group.world_size} ranks; leave it whole"
+        return None, [Problem(name or type(parent).__name__, words)]
     unclear = [place for place in named if not _knows_outputs(place, heads)]
     if unclear:
         return None, [Problem(place.name, _unclear(place, heads)) for place in unclear]

@@ -21,6 +21,7 @@ from pycomm.tensor_parallel.group import Group, GroupLike, group_of
 from pycomm.tensor_parallel.heads import HeadSplit, own_numbers
 from pycomm.tensor_parallel.layout import layout_of
 from pycomm.tensor_parallel.linear import ParallelLinear
+from pycomm.tensor_parallel.loss import CausalLmLoss
 from pycomm.tensor_parallel.matching import Plan, match, nested
 from pycomm.tensor_parallel.shared import mark, share
 
@@ -114,7 +115,19 @@ class _Change:
             for name, child in list(module._modules.items()):
                 if id(child) in self.made:
                     module._modules[name] = self.made[id(child)]
+        self._keep_loss()
         return self.made.get(id(self.module), self.module)
+
+    def _keep_loss(self) -> None:
+        """A transformers model whose logits stay split computes its loss of these."""
+        split = [
+            place
+            for place in self.places.values()
+            if place.style.kind == "vocab" and place.style.options.get("gather_output") is False
+        ]
+        loss = getattr(self.module, "loss_function", None) if split else None
+        if getattr(loss, "__name__", "") == "ForCausalLMLoss":
+            self.module.loss_function = CausalLmLoss(self.group)  # type: ignore[assignment]
 
     def _watch(self, block: Block) -> None:
         between = Between(self.group)

@@ -1,7 +1,11 @@
 """Ready plans for common models, by the names that transformers gives their layers.
 
-parallelize(model, "llama", mesh["tp"])
-parallelize(model, {**plans.llama(), "lm_head": Style("vocab", gather_output=False)})
+    parallelize(model, plans.llama(sequence_parallel=True, gather_logits=False), mesh["tp"])
+
+Their arguments: ``sequence_parallel``, whether what lies between the split layers has a part of the sequence on each
+rank, for whole models; ``gather_logits``, whether all ranks get all logits, or each its part, of which transformers'
+``labels=`` (CausalLmLoss) or vocab_parallel_cross_entropy compute the loss; ``pad_to``, to a multiple of which a rank's
+part of the vocabulary is padded.
 """
 
 from __future__ import annotations
