@@ -110,6 +110,29 @@ def test_fsdp(dp: int, width: int) -> None:
     run(dp * width, worker, wall=60)
 
 
+def test_replicas_that_are_none() -> None:
+    """DDP or FSDP2 over ranks that have different parts of a layer is refused; its parts may have the same shape."""
+
+    def worker(rank: int, n: int) -> None:
+        mesh = grid(2, 2)
+        model = tp.parallelize(seeded(Mlp), PAIR, mesh["tp"])
+        for group in (None, mesh["tp"].get_group()):
+            for sync in (True, False):
+                bad = attempt(
+                    lambda g=group, s=sync: pycomm.DistributedDataParallel(  # type: ignore[misc]
+                        model, process_group=g, init_sync=s
+                    )
+                )
+                assert refused([bad], "a.weight", "tensor parallel", 'mesh["dp"]')
+        whole = mesh._flatten("all")
+        worse: Any = attempt(
+            lambda: fully_shard(tp.parallelize(seeded(Mlp), PAIR, mesh["tp"]), mesh=whole)
+        )
+        assert refused([worse], "ColumnParallelLinear.weight", "FSDP", 'mesh["dp"]')
+
+    run(4, worker)
+
+
 # ---- checkpointed, compiled, in 16 bits -----------------------------------------------------------------------------
 
 

@@ -380,7 +380,7 @@ BAD: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"grouped.q_proj": "column", "grouped.o_proj": "row"}, ('"grouped.k_proj" and 1 more: is left out',)),
     ({"fused.query_key_value": "column", "fused.dense": "row"}, ("12 outputs", '"qkv"', "fused.query_key_value")),
     ({"one.qkv": "qkv", "one.proj": "row"}, ('"one": has 1 heads, fewer than 2 ranks',)),
-    ({"mlp": "shared"}, ('child "gate_proj"',)),
+    ({"mlp": "shared"}, ("no parameters of its own; plan the parts",)),
     ({"words": ColwiseParallel()}, ("RowwiseParallel(input_layouts=Replicate())",)),
     ({"words": RowwiseParallel(), "head": "vocab"}, ("input_layouts=Replicate()",)),
     ({"up": ColwiseParallel(use_local_output=False), "down": "row"}, ("DTensor",)),
@@ -619,6 +619,15 @@ def test_parameters_between() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.last(self.b(self.slope(self.a(x))))
 
+    class Tempered(Scaled):
+        def __init__(self) -> None:
+            super().__init__()
+            self.temperature = nn.Parameter(torch.tensor(0.5))
+            self.slope = nn.Tanh()  # type: ignore[assignment]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.b(self.slope(self.a(x) * self.temperature)))
+
     def worker(rank: int, n: int) -> None:
         silent, _ = made(Scaled, PAIR)
         bad = attempt(lambda: silent(randn(1, 3, 4)), InvalidArgument)
@@ -629,6 +638,9 @@ def test_parameters_between() -> None:
         check_equal(copy.deepcopy(parallel), plain, randn(1, 3, 4))
         part, _ = made(Scaled, {**PAIR, "slope": "whole"})
         part(randn(1, 3, 4)).sum().backward()
+        bad = attempt(lambda: made(Tempered, PAIR), InvalidArgument)
+        assert refused([bad], "parameters of its own", '"shared"', '"whole"')
+        check_equal(*made(Tempered, {**PAIR, "": "shared"}), randn(1, 3, 4))
 
     run(3, worker)
 

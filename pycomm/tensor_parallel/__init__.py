@@ -15,6 +15,7 @@ Initial weights, outputs and gradients are those of the unsharded layers, for an
 """
 
 from pycomm.tensor_parallel.attention import ParallelMultiheadAttention
+from pycomm.tensor_parallel.batch_norm import ParallelBatchNorm2d
 from pycomm.tensor_parallel.conv import ParallelConv2d
 from pycomm.tensor_parallel.embedding import VocabParallelEmbedding
 from pycomm.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -42,6 +43,7 @@ __all__ = [
     "CausalLmLoss",
     "ColumnParallelLinear",
     "LayerNorm",
+    "ParallelBatchNorm2d",
     "ParallelConv2d",
     "ParallelMultiheadAttention",
     "RMSNorm",

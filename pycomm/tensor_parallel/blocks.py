@@ -96,6 +96,30 @@ _COLUMN_ALONE = (
 )
 
 
+def own_parameters(
+    blocks: list[Block], places: Mapping[str, Place], modules: Mapping[str, nn.Module]
+) -> list[Problem]:
+    """Modules around split layers whose own parameters may be used between these."""
+    planned = {id(place.module) for place in places.values()}
+    around: dict[str, nn.Module] = {}
+    for block in blocks:
+        for place in block.columns + block.rows:
+            for name in ancestors(place.name):
+                around[name] = modules[name]
+                if name == block.name:
+                    break
+    words = (
+        "has parameters of its own besides its layers, of whose gradients each rank would find a part if they are used "
+        'between a column and a row layer; plan "shared" for it if so, "whole" if not'
+    )
+    return [
+        Problem(name, words)
+        for name, module in around.items()
+        if id(module) not in planned
+        and any(p.requires_grad for p in module.parameters(recurse=False))
+    ]
+
+
 # ---- attention ------------------------------------------------------------------------------------------------------
 
 

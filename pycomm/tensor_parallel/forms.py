@@ -13,6 +13,7 @@ from torch.nn.utils import parametrize
 
 from pycomm.errors import InvalidArgument
 from pycomm.tensor_parallel.attention import ParallelMultiheadAttention
+from pycomm.tensor_parallel.batch_norm import ParallelBatchNorm2d
 from pycomm.tensor_parallel.conv import ParallelConv2d
 from pycomm.tensor_parallel.embedding import VocabParallelEmbedding
 from pycomm.tensor_parallel.group import Group
@@ -199,6 +200,12 @@ def _conv(split: str, **own: bool) -> Callable[[Place], nn.Module]:
     return make
 
 
+def _batch_norm(place: Place) -> nn.Module:
+    layer: Any = place.module
+    made = ParallelBatchNorm2d.from_batch_norm(layer, **place.options())
+    return made.train(layer.training)
+
+
 def _attention(place: Place) -> nn.Module:
     layer: Any = place.module
     return ParallelMultiheadAttention.from_attention(layer, **place.options())
@@ -216,6 +223,7 @@ _FORMS: dict[str, list[tuple[Callable[[nn.Module], bool], Callable[[Place], nn.M
     "vocab": [(is_linear, _vocab_linear), (_is(nn.Embedding), _vocab)],
     "groups": [
         (_is(nn.Conv2d), _conv("groups", gather_output=False, input_is_parallel=True)),
+        (_is(nn.BatchNorm2d), _batch_norm),
     ],
     "attention": [(_is(nn.MultiheadAttention), _attention)],
 }

@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -71,6 +72,8 @@ class ParallelModule(nn.Module):
         layout = self.__dict__.get("layouts", {}).get(name)
         if layout is not None and isinstance(value, nn.Parameter):  # another one, as of FSDP
             set_layout(value, layout)
+            if isinstance(value, DTensor):
+                _check_mesh(f"{type(self).__name__}.{name}", value, layout)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         module = super()._apply(fn, recurse)
@@ -105,9 +108,9 @@ class ParallelModule(nn.Module):
     ) -> None:
         own = {}
         for name in self.layouts:
-            given, parameter = state_dict.get(prefix + name), self._parameters.get(name)
-            if given is not None and parameter is not None:
-                own[prefix + name] = self._own_part(name, given, parameter, prefix)
+            given, own_one = state_dict.get(prefix + name), getattr(self, name)
+            if given is not None and own_one is not None:
+                own[prefix + name] = self._own_part(name, given, own_one, prefix)
         super()._load_from_state_dict({**state_dict, **own}, prefix, *args, **kwargs)
 
     def _own_part(
@@ -140,6 +143,21 @@ class ParallelModule(nn.Module):
                 f"rank {self.group.rank} of {self.group.world_size}: {type(self).__name__}({self.extra_repr()}) got an "
                 f"input of shape {tuple(tensor.shape)}, dimension {dim} of which must be {width}; {advice}"
             )
+
+
+def _check_mesh(name: str, parameter: DTensor, layout: Layout) -> None:
+    """Raises InvalidArgument if FSDP shards over ranks that have other parts of the parameter."""
+    split_over = layout.group.process_group
+    if split_over is None:
+        return
+    sharing = set(dist.get_process_group_ranks(split_over))
+    both = sharing & set(parameter.device_mesh.mesh.flatten().tolist())
+    if len(both) > 1:
+        raise InvalidArgument(
+            f"rank {layout.group.rank} of {layout.group.world_size}: {name} is split over ranks {sorted(sharing)} by "
+            f"tensor parallel, and FSDP over {sorted(both)} would put together parts of different layers; pass "
+            'mesh=mesh["dp"]'
+        )
 
 
 def autocast(*tensors: torch.Tensor | None) -> list[Any]:

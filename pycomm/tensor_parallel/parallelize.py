@@ -14,7 +14,14 @@ from torch.nn.parallel import DistributedDataParallel
 from pycomm.errors import InvalidArgument
 from pycomm.tensor_parallel.agreement import agree
 from pycomm.tensor_parallel.between import Between, watch
-from pycomm.tensor_parallel.blocks import Block, Problem, ancestors, blocks_of, find_heads
+from pycomm.tensor_parallel.blocks import (
+    Block,
+    Problem,
+    ancestors,
+    blocks_of,
+    find_heads,
+    own_parameters,
+)
 from pycomm.tensor_parallel.boundary import Boundary
 from pycomm.tensor_parallel.forms import Place, replacement
 from pycomm.tensor_parallel.group import Group, GroupLike, group_of
@@ -51,7 +58,8 @@ def parallelize(
 
     Layers of an attention are split by heads, as its attributes ``num_heads``, ``head_dim`` and the like say, which
     then count this rank's; heads of keys that are fewer than ranks stay on all of them. Between a column and a row
-    layer random numbers are the ranks' own; an input of several column layers has its gradients summed once.
+    layer random numbers are the ranks' own; an input of several column layers has its gradients summed once. What a
+    model computes there must treat each head, or each element, on its own.
 
     ``group``: a process group, a mesh of one dimension, or None, the default group. ``overlap``, ``overlap_chunks``: of
     linear layers. ``uneven_sequence``: in sequence parallel, for lengths that the number of ranks does not divide.
@@ -191,7 +199,7 @@ def _prepare(module: nn.Module, plan: Plan, group: Group, defaults: dict[str, An
         change.blocks, problems = blocks_of(places, names)
         attentions, unclear = find_heads(places, change.blocks)
         change.numbers = [(a, own_numbers(a, HeadSplit(heads, group))) for a, heads in attentions]
-        problems += unclear
+        problems += unclear + own_parameters(change.blocks, places, names)
         change.made = _make(places, problems)
         problems += _tied(module, change.made)
     if problems:

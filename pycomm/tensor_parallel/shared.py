@@ -31,6 +31,8 @@ class _Shared(nn.Module):
                 of_dtype = {k: p for k, p in given.items() if p.dtype == dtype}
                 copies = regions.copy_together(list(of_dtype.values()), self._shared_by)
                 self.__dict__.update(zip(of_dtype, copies, strict=True))
+            if not self.training or not is_leaf(self):
+                return super().forward(*args, **kwargs)
             with own_random_numbers(self._shared_by):
                 return super().forward(*args, **kwargs)
         finally:
@@ -43,11 +45,15 @@ def _shared_class(kind: type[nn.Module]) -> type[nn.Module]:
     return type(f"Shared{kind.__name__}", (_Shared, kind), {"__module__": kind.__module__})
 
 
+def is_leaf(module: nn.Module) -> bool:
+    """Whether no part of it has parameters, so that all of it is computed on this rank's part."""
+    return all(next(child.parameters(), None) is None for child in module.children())
+
+
 def check_shareable(module: nn.Module) -> None:
-    """Raises InvalidArgument of a module whose children have parameters."""
-    for name, child in module.named_children():
-        if next(child.parameters(), None) is not None:
-            raise InvalidArgument(f'its child "{name}" has parameters of its own; plan the parts')
+    """Raises InvalidArgument of a module that has parameters only in its parts."""
+    if not is_leaf(module) and next(module.parameters(recurse=False), None) is None:
+        raise InvalidArgument("it has no parameters of its own; plan the parts that have")
 
 
 def share(module: nn.Module, group: Group) -> None:
@@ -60,7 +66,8 @@ def share(module: nn.Module, group: Group) -> None:
 
 def mark(module: nn.Module) -> None:
     """From now on column layers know a shared module's output, and refuse it if they take the whole sequence."""
-    module.register_forward_hook(_mark)
+    if is_leaf(module):
+        module.register_forward_hook(_mark)
 
 
 def _mark(module: nn.Module, args: Any, output: Any) -> None:

@@ -12,7 +12,7 @@ KINDS: Final = {
     "row": "each rank takes some inputs, and the sum is the output: nn.Linear, Conv1D, nn.Conv2d",
     "qkv": "a column layer of queries, keys and values, one after the other: nn.Linear, Conv1D",
     "vocab": "each rank has some rows of the vocabulary, and all get all: nn.Embedding, nn.Linear, Conv1D",
-    "groups": "each rank has some groups, whose channels come and go split: nn.Conv2d",
+    "groups": "each rank has some groups, whose channels come and go split: nn.Conv2d, nn.BatchNorm2d",
     "attention": "each rank computes some heads: nn.MultiheadAttention",
     "shared": "each rank computes its part of the data: norms, dropout, what has parameters of its own",
     "boundary": "what is split or gathered at a module's inputs and outputs: any module",
