@@ -374,6 +374,36 @@ def test_convolution(n: int) -> None:
     run(n, worker, wall=60)
 
 
+@pytest.mark.parametrize("n", WORLDS)
+def test_batch_norm(n: int) -> None:
+    """Between convolutions: outputs, gradients, running statistics, in training and in eval(); whole states."""
+
+    def worker(rank: int, n: int) -> None:
+        def make(**options: Any) -> nn.Sequential:
+            norm = nn.BatchNorm2d(7, **options)
+            return nn.Sequential(nn.Conv2d(3, 7, 3), norm, nn.ReLU(), nn.Conv2d(7, 4, 1))
+
+        plan = {"0": "column", "1": "groups", "3": "row"}
+        for options in ({}, {"affine": False}, {"track_running_stats": False}, {"momentum": None}):
+            plain = double(lambda o=options: make(**o))
+            parallel = tp.parallelize(copy.deepcopy(plain), plan)
+            for seed in (1, 2):
+                check_equal(parallel, plain, randn(seed, 2, 3, 5, 5))
+            parallel.eval()
+            plain.eval()
+            check_equal(parallel, plain, randn(3, 2, 3, 5, 5))
+            gathered = tp.gather_state_dict(parallel)
+            assert gathered.keys() == plain.state_dict().keys()
+            for name, value in plain.state_dict().items():
+                assert near(gathered[name], value, 1e-12), name
+            other = tp.parallelize(double(lambda o=options: make(**o)), plan)
+            tp.load_full_state_dict(other, gathered)
+            for name, value in tp.gather_state_dict(other).items():
+                assert torch.equal(value, gathered[name]), name
+
+    run(n, worker)
+
+
 # ---- attention ------------------------------------------------------------------------------------------------------
 
 

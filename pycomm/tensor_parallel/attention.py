@@ -11,7 +11,8 @@ from torch.nn import functional
 from pycomm.errors import InvalidArgument
 from pycomm.tensor_parallel import regions
 from pycomm.tensor_parallel.group import Group, GroupLike, group_of
-from pycomm.tensor_parallel.layout import Layout, split_counts
+from pycomm.tensor_parallel.heads import Heads, HeadSplit
+from pycomm.tensor_parallel.layout import Layout
 from pycomm.tensor_parallel.linear import RowParallelLinear
 from pycomm.tensor_parallel.module import ParallelModule, autocast
 from pycomm.tensor_parallel.random import own_random_numbers
@@ -69,7 +70,7 @@ class ParallelMultiheadAttention(ParallelModule):
         self._new = lambda: _whole(
             embed_dim, num_heads, kv_heads, bias, {"device": device, "dtype": dtype}
         )
-        self._split_heads()
+        self.split = HeadSplit(Heads(num_heads, kv_heads, self.head_dim), self.group)
         source = source if source is not None else self._new()
         assert source.in_proj_weight is not None
         self._take(source)
@@ -77,34 +78,13 @@ class ParallelMultiheadAttention(ParallelModule):
             source.out_proj,
             group=self.group,
             input_is_parallel=True,
-            unit=self.head_dim if self.shares_kv else self.head_dim * (num_heads // kv_heads),
+            unit=self.split.unit,
         )
-
-    def _split_heads(self) -> None:
-        """Which heads this rank computes: with the heads of keys and values that they need, or one by one."""
-        world, rank, each = (
-            self.group.world_size,
-            self.group.rank,
-            self.num_heads // self.num_kv_heads,
-        )
-        self.shares_kv = self.num_kv_heads < world and each > 1
-        unit = 1 if self.shares_kv else each
-        counts = split_counts(self.num_heads, world, unit)
-        begin = sum(counts[:rank])
-        self.own_heads = counts[rank]
-        needed = [head // each for head in range(begin, begin + self.own_heads)]
-        self._first_kv = needed[0] if needed and self.shares_kv else 0
-        self._own_kv = (
-            (needed[-1] + 1 - self._first_kv) if needed and self.shares_kv else counts[rank] // each
-        )
-        offset = self._first_kv if self.shares_kv else begin // each
-        self._kv_of_query = [head - offset for head in needed]
-        self._counts = counts
 
     def _take(self, source: nn.MultiheadAttention) -> None:
         d, each = self.head_dim, self.num_heads // self.num_kv_heads
-        queries = [count * d for count in self._counts]
-        keys = [count * d // each for count in self._counts]
+        queries = [count * d for count in self.split.counts]
+        keys = [count * d // each for count in self.split.counts]
         names = (
             ["in_proj_weight"]
             if source.in_proj_bias is None
@@ -113,7 +93,7 @@ class ParallelMultiheadAttention(ParallelModule):
         if source.in_proj_bias is None:
             self.register_parameter("in_proj_bias", None)
         layouts = {}
-        if not self.shares_kv:
+        if not self.split.shares_kv:
             for name in names:
                 shape = getattr(source, name).shape
                 layouts[name] = Layout.fused(self.group, shape, 0, [queries, keys, keys])
@@ -188,15 +168,15 @@ class ParallelMultiheadAttention(ParallelModule):
     def _projections(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         """Weight and bias of this rank's queries, keys and values."""
         d, weight, bias = self.head_dim, self.in_proj_weight, self.in_proj_bias
-        counts = [self.own_heads * d, self._own_kv * d, self._own_kv * d]
+        counts = [self.split.own * d, self.split.own_kv * d, self.split.own_kv * d]
         begins = [0, counts[0], counts[0] + counts[1]]
-        if self.shares_kv:
+        if self.split.shares_kv:
             given = [weight] if bias is None else [weight, bias]
             weight, bias = [*regions.copy_together(given, self.group), None][:2]
             queries, kv = self.num_heads * d, self.num_kv_heads * d
-            first = self._first_kv * d
+            first = self.split.first_kv * d
             begins = [
-                sum(self._counts[: self.group.rank]) * d,
+                self.split.begin * d,
                 queries + first,
                 queries + kv + first,
             ]
@@ -222,9 +202,9 @@ class ParallelMultiheadAttention(ParallelModule):
         total: torch.Tensor | None = None
         if attn_mask is not None:
             if attn_mask.dim() == 3:  # [batch * heads, ...] of all heads
-                begin = sum(self._counts[: self.group.rank])
+                begin = self.split.begin
                 of_heads = attn_mask.unflatten(0, (-1, self.num_heads))
-                attn_mask = of_heads.narrow(1, begin, self.own_heads)
+                attn_mask = of_heads.narrow(1, begin, self.split.own)
             total = added(attn_mask)
         if key_padding_mask is not None:
             padding = added(key_padding_mask).view(-1, 1, 1, k.shape[2])
@@ -240,7 +220,7 @@ class ParallelMultiheadAttention(ParallelModule):
         need_weights: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self.num_kv_heads < self.num_heads:
-            k, v = k[:, self._kv_of_query], v[:, self._kv_of_query]
+            k, v = k[:, self.split.kv_of_query], v[:, self.split.kv_of_query]
         dropout = self.dropout if self.training else 0.0
         if not need_weights:
             if not dropout:
@@ -258,7 +238,7 @@ class ParallelMultiheadAttention(ParallelModule):
         """Of all ranks' heads."""
         if average:
             return regions.reduce(weights.sum(1) / self.num_heads, self.group)
-        return regions.gather(weights, self.group, 1, self._counts)
+        return regions.gather(weights, self.group, 1, self.split.counts)
 
     def extra_repr(self) -> str:
         """Sizes, and which rank of how many."""

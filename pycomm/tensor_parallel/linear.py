@@ -11,13 +11,14 @@ from torch.nn import functional
 
 from pycomm.errors import InvalidArgument
 from pycomm.tensor_parallel import regions
+from pycomm.tensor_parallel.between import Between
 from pycomm.tensor_parallel.group import Group, GroupLike, group_of
 from pycomm.tensor_parallel.layout import Layout, split_counts
 from pycomm.tensor_parallel.matmul import Way, column, row
 from pycomm.tensor_parallel.module import ParallelModule, autocast
 
 
-class _ParallelLinear(ParallelModule):
+class ParallelLinear(ParallelModule):
     """What both have in common: where the weight comes from, and how they communicate."""
 
     weight: nn.Parameter
@@ -28,14 +29,14 @@ class _ParallelLinear(ParallelModule):
         in_features: int,
         out_features: int,
         *,
-        group: GroupLike | Group,
-        sequence_parallel: bool,
-        sequence_dim: int,
-        uneven_sequence: bool,
-        overlap: bool | None,
-        overlap_chunks: int,
-        regather: bool,
-        transposed: bool,
+        group: GroupLike | Group = None,
+        sequence_parallel: bool = False,
+        sequence_dim: int = -2,
+        uneven_sequence: bool = False,
+        overlap: bool | None = None,
+        overlap_chunks: int = 1,
+        regather: bool = False,
+        transposed: bool = False,
     ) -> None:
         super().__init__(group_of(group))
         if overlap_chunks < 1:
@@ -49,11 +50,33 @@ class _ParallelLinear(ParallelModule):
         self.overlap_chunks = overlap_chunks
         self.regather = regather
         self.transposed = transposed  # the weight is [in, out], as in Hugging Face's Conv1D
+        self.shared_input: Between | None = None  # the block of which other layers take the input
         self._new: Callable[[], nn.Module] = nn.Module
 
     def reset_parameters(self) -> None:
         """As torch's: the values are those of the whole layer, drawn from the same random numbers on all ranks."""
+        if self.transposed:
+            raise InvalidArgument(
+                "a layer with a transposed weight has no initial values of its own: initialise the whole model first"
+            )
         self.refill(self._new())
+
+    def _enter(self, x: torch.Tensor) -> torch.Tensor:
+        """The input of the whole sequence, in the product's dtype; its gradients are summed."""
+        x = autocast(x)[0]
+        counts = self._gathered_counts(x)
+        if counts is None:
+            return regions.copy(x, self.group)
+        return regions.all_gather(x, self.group, self.sequence_dim, counts)
+
+    def _gathered_counts(self, x: torch.Tensor) -> list[int] | None:
+        """Of the sequence on each rank; None: this rank has all of it."""
+        if not self.sequence_parallel:
+            return None
+        count = x.shape[self.sequence_dim]
+        if self.uneven_sequence:
+            return [of_rank for (of_rank,) in self.group.gather_numbers([count])]
+        return [count] * self.group.world_size
 
     def _take(self, source: nn.Module, dim: int, counts: Sequence[Sequence[int]]) -> None:
         """Adopts a whole layer, split along a dimension of its [out, in] weight; 0 splits the bias, too."""
@@ -94,7 +117,7 @@ class _ParallelLinear(ParallelModule):
         )
 
 
-class ColumnParallelLinear(_ParallelLinear):
+class ColumnParallelLinear(ParallelLinear):
     """:class:`torch.nn.Linear` of which each rank computes a part of the outputs.
 
     Takes torch's arguments, and:
@@ -107,8 +130,8 @@ class ColumnParallelLinear(_ParallelLinear):
     - ``overlap``: whether the sum of input gradients travels while the weight's gradient is computed; None: if there
       are two cores for each rank. ``overlap_chunks``: in so many parts a sequence is gathered and multiplied.
     - ``parts``: the sizes of several layers whose outputs this one computes (queries, keys, values), each of which is
-      split on its own; ``unit``: outputs that stay together (a head's). ``pad_to``: each rank's number of outputs is
-      padded to a multiple, by zeros that never come out.
+      split on its own; ``unit``: outputs that stay together (a head's), of all or of each part. ``pad_to``: each rank's
+      number of outputs is padded to a multiple, by zeros that never come out.
 
     Initial weights are those of nn.Linear for the same seed.
     """
@@ -130,7 +153,7 @@ class ColumnParallelLinear(_ParallelLinear):
         overlap_chunks: int = 1,
         regather: bool = False,
         parts: Sequence[int] | None = None,
-        unit: int = 1,
+        unit: int | Sequence[int] = 1,
         pad_to: int = 1,
         transposed: bool = False,
         source: nn.Module | None = None,
@@ -154,7 +177,9 @@ class ColumnParallelLinear(_ParallelLinear):
             raise InvalidArgument("outputs of several parts stay split: pass gather_output=False")
         self.gather_output = gather_output
         self.pad_to = pad_to
-        counts = [split_counts(part, self.group.world_size, unit) for part in parts]
+        units = [unit] * len(parts) if isinstance(unit, int) else unit
+        world = self.group.world_size
+        counts = [split_counts(part, world, u) for part, u in zip(parts, units, strict=True)]
         self.output_counts = [sum(of_rank) for of_rank in zip(*counts, strict=True)]
         self._new = lambda: nn.Linear(in_features, out_features, bias, device, dtype)
         self._take(source if source is not None else self._new(), 0, counts)
@@ -172,25 +197,26 @@ class ColumnParallelLinear(_ParallelLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] to [..., out] or, without gather_output, this rank's part of it."""
         self.check_width(x, self.in_features, "it takes the whole width, on all ranks")
+        if getattr(x, "is_own_part", False) and not self.sequence_parallel:
+            raise InvalidArgument(
+                f"rank {self.group.rank}: the input comes from a module that sees a part of the data on each rank, but "
+                f"ColumnParallelLinear({self.extra_repr()}) takes the whole; pass sequence_parallel=True and "
+                "sequence_dim (to torch's style input_layouts=Shard(dim))"
+            )
+        shares = self.shared_input is not None and self.overlap_chunks == 1 and not self.regather
+        if shares and self.shared_input is not None:
+            x = self.shared_input.take(x, self._enter)
         x, weight, bias = self._operands(x)
-        if self.group.world_size == 1:
+        if self.group.world_size == 1 or shares:
             y = functional.linear(x, weight, bias)
         else:
-            y = column(x, weight, bias, self._way(self._sequence_counts(x)))
+            y = column(x, weight, bias, self._way(self._gathered_counts(x)))
         own = self.output_counts[self.group.rank]
         y = y if y.shape[-1] == own else y.narrow(-1, 0, own)
         return regions.gather(y, self.group, -1, self.output_counts) if self.gather_output else y
 
-    def _sequence_counts(self, x: torch.Tensor) -> list[int] | None:
-        if not self.sequence_parallel:
-            return None
-        count = x.shape[self.sequence_dim]
-        if self.uneven_sequence:
-            return [of_rank for (of_rank,) in self.group.gather_numbers([count])]
-        return [count] * self.group.world_size
 
-
-class RowParallelLinear(_ParallelLinear):
+class RowParallelLinear(ParallelLinear):
     """:class:`torch.nn.Linear` of which each rank has a part of the inputs; the sum is the output, the bias added once.
 
     Takes torch's arguments, and:
@@ -231,7 +257,6 @@ class RowParallelLinear(_ParallelLinear):
             uneven_sequence=uneven_sequence,
             overlap=overlap,
             overlap_chunks=overlap_chunks,
-            regather=False,
             transposed=transposed,
         )
         self.input_is_parallel = input_is_parallel

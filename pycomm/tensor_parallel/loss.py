@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 from torch.autograd import Function
+from torch.nn import functional
 
 from pycomm.errors import Error, InvalidArgument, MismatchError
 from pycomm.tensor_parallel import regions
@@ -48,6 +49,39 @@ def vocab_parallel_cross_entropy(
     if reduction == "sum":
         return losses.sum()
     return losses.sum() / (labels != ignore_index).sum()
+
+
+class CausalLmLoss:
+    """transformers' loss of a language model, of logits that stay split: ``model.loss_function = CausalLmLoss(group)``.
+
+    Takes its arguments: labels are shifted by one, and -100 is ignored; with ``num_items_in_batch`` the sum is divided
+    by that.
+    """
+
+    def __init__(self, group: GroupLike | Group = None) -> None:
+        self.group = group_of(group)
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        vocab_size: int | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: torch.Tensor | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Collective: the loss."""
+        if shift_labels is None:
+            shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
+        total = vocab_parallel_cross_entropy(
+            logits,
+            shift_labels.view(logits.shape[:-1]),
+            group=self.group,
+            ignore_index=ignore_index,
+            reduction="mean" if num_items_in_batch is None else "sum",
+        )
+        return total if num_items_in_batch is None else total / num_items_in_batch
 
 
 def _agree(

@@ -5,9 +5,9 @@
         part = functional.dropout(part)  # this rank's heads: another mask than the other ranks'
     whole = functional.dropout(whole)  # again the same on all ranks
 
-There is no other state than torch's: a region draws a seed from torch's generator, which is in the same state on all
-ranks, and mixes it with the rank. So activation checkpointing, which sets torch's generator back, gets the same masks
-when it runs a region again, and a checkpoint needs torch's state alone (:class:`RandomState`).
+There is no other state than torch's: a region's seed is a digest of torch's generator, which is in the same state on
+all ranks, and of the rank. So activation checkpointing, which sets torch's generator back, gets the same masks when it
+runs a region again, and a checkpoint needs torch's state alone (:class:`RandomState`).
 """
 
 from __future__ import annotations
@@ -25,21 +25,40 @@ from pycomm.tensor_parallel.group import Group, GroupLike, group_of
 _outside: list[list[torch.Tensor]] = []  # torch's states outside of the regions that are entered
 
 
+def enter(ranks: Group) -> list[torch.Tensor]:
+    """From here on random numbers differ between ranks; what it returns is for ``leave``."""
+    outside = _states()
+    _outside.append(outside)
+    digest = hashlib.blake2b(str(ranks.rank).encode(), digest_size=7)
+    for state in outside:
+        digest.update(state.numpy().data)
+    torch.manual_seed(int.from_bytes(digest.digest(), "big"))
+    return _states()
+
+
+def leave(first: list[torch.Tensor]) -> None:
+    """From here on they go on as if nothing or, if any was drawn since, as if one had been drawn."""
+    is_untouched = all(map(torch.equal, first, _states()))
+    _restore(_outside.pop())
+    if not is_untouched:
+        torch.rand(())
+
+
 @contextmanager
 def own_random_numbers(group: GroupLike | Group = None) -> Iterator[None]:
-    """Inside, torch's random numbers differ between the group's ranks; outside they go on as if one had been drawn."""
+    """Inside, torch's random numbers differ between the group's ranks; outside they go on as if one had been drawn.
+
+    As if none, where nothing was drawn inside.
+    """
     ranks = group_of(group)
     if ranks.world_size == 1:
         yield
         return
-    seed = int(torch.randint(2**62, ()))
-    _outside.append(_states())
-    digest = hashlib.blake2b(f"{seed} {ranks.rank}".encode(), digest_size=7).digest()
-    torch.manual_seed(int.from_bytes(digest, "big"))
+    first = enter(ranks)
     try:
         yield
     finally:
-        _restore(_outside.pop())
+        leave(first)
 
 
 @contextmanager
