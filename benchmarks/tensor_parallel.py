@@ -7,9 +7,9 @@ A step is forward, backward (to the input, too) and SGD. Ratios are another's st
 medians [quartiles]: 2 is twice as fast. All variants run in one interleaved run, in another order in each repeat, one
 thread a rank. Each gives the whole block's output and input gradient, which is checked before it is timed.
 
-Queries, keys and values are three layers in torch's blocks, whose input is prepared once; in pycomm's they are one
-layer of three parts or, in the row "apart", three layers, each of which sums its input gradient. Memory is what one
-rank holds, counted from tensors: parameters with their gradients, and what forward keeps for backward.
+Queries, keys and values are three layers in torch's blocks, whose input is prepared once, and after
+pycomm.tensor_parallel.parallelize; in the other blocks of pycomm's layers they are one layer of three parts. Memory is
+what one rank holds, counted from tensors: parameters with their gradients, and what forward keeps for backward.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from pycomm import tensor_parallel as tp
 RANKS, HEAD = 2, 32
 WHOLE = "whole block, one rank"
 GLOO, TORCH, OWN = "torch on Gloo", "torch on pycomm", "pycomm"
-SEQUENCE, APART = ", sequence parallel", ", apart"
+SEQUENCE, PLAN = ", sequence parallel", ", parallelize"
 BARS = {GLOO: 1.5, TORCH: 1.0}  # at least so many times as fast
 
 # ---- the block ------------------------------------------------------------------------------------------------------
@@ -59,6 +59,7 @@ class Attention(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
+        self.num_heads, self.head_dim = width // HEAD, HEAD
         self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
         self.out = nn.Linear(width, width)
 
@@ -140,26 +141,22 @@ class FusedAttention(Attention):
         return self.layer(x).chunk(3, -1)
 
 
-def pycomm_parallel(block: Block, sequence: bool, apart: bool = False) -> nn.Module:
+def pycomm_parallel(block: Block, sequence: bool) -> nn.Module:
     """Every layer in its parallel form."""
     made: Any = block
     options = {"sequence_parallel": sequence}
-    if apart:
-        for name in ("query", "key", "value"):
-            layer = tp.ColumnParallelLinear.from_linear(
-                getattr(block.attention, name), unit=HEAD, gather_output=False, **options
-            )
-            setattr(block.attention, name, layer)
-        made.attention.out = tp.RowParallelLinear.from_linear(
-            block.attention.out, input_is_parallel=True, unit=HEAD, **options
-        )
-    else:
-        made.attention = FusedAttention(block.attention, sequence)
+    made.attention = FusedAttention(block.attention, sequence)
     made.up = tp.ColumnParallelLinear.from_linear(block.up, gather_output=False, **options)
     made.down = tp.RowParallelLinear.from_linear(block.down, input_is_parallel=True, **options)
     if sequence:
         made.norm1, made.norm2 = (tp.norm.norm_from(n, None) for n in (made.norm1, made.norm2))
     return made
+
+
+def pycomm_planned(block: Block) -> nn.Module:
+    """By a plan, as a user's own block."""
+    columns = dict.fromkeys(["*.query", "*.key", "*.value", "up"], "column")
+    return tp.parallelize(block, {**columns, "*.out": "row", "down": "row"})
 
 
 def variants() -> dict[str, Callable[[Block], nn.Module]]:
@@ -178,8 +175,7 @@ def variants() -> dict[str, Callable[[Block], nn.Module]]:
                 torch_parallel, mesh=mesh, sequence=sequence
             )
         found[OWN + SEQUENCE * sequence] = partial(pycomm_parallel, sequence=sequence)
-        if not sequence:
-            found[OWN + APART] = partial(pycomm_parallel, sequence=False, apart=True)
+    found[OWN + PLAN] = pycomm_planned
     return found
 
 
