@@ -175,7 +175,8 @@ def variants() -> dict[str, Callable[[Block], nn.Module]]:
                 torch_parallel, mesh=mesh, sequence=sequence
             )
         found[OWN + SEQUENCE * sequence] = partial(pycomm_parallel, sequence=sequence)
-    found[OWN + PLAN] = pycomm_planned
+        if not sequence:
+            found[OWN + PLAN] = pycomm_planned
     return found
 
 
