@@ -13,7 +13,7 @@ SANITIZE := tests/cpp/run.sh
 
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: build demo elastic test test-programs test-ranks test-gpu test-nvcc faults peer clients bench bench-peers lint format sanitize clean
+.PHONY: build demo gpt elastic test test-programs test-ranks test-gpu test-nvcc faults peer clients bench bench-peers lint format sanitize clean
 
 $(INSTALLED): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -28,6 +28,10 @@ build: $(INSTALLED)
 
 demo: build
 	$(BIN)/python examples/train_digits.py $(ARGS)
+
+# A GPT on Python's help, its layers split over 2 ranks.
+gpt: build
+	$(BIN)/python examples/train_gpt.py $(ARGS)
 
 # Tests that compile and run C++ take one core, beside those whose ranks take both now and then; ARGS: those alone.
 PROGRAMS := tests/test_core_cpp.py tests/test_cuda_on_cpu.py tests/test_cuda_build.py

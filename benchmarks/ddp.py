@@ -12,20 +12,19 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import multiprocessing
 import random
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from machine import cpu_model
+from ranks import answers_of, quartiles
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDdp
@@ -192,10 +191,6 @@ class Result:
 def results_of(rows: list[dict[str, float]]) -> dict[str, Result]:
     """Ratios are taken within a repeat."""
 
-    def quartiles(values: list[float]) -> tuple[float, float, float]:
-        low, middle, high = quantiles(values, n=4)
-        return low, middle, high
-
     found = {}
     for variant in rows[0]:
         over = [row[variant] - row[PLAIN] for row in rows]
@@ -266,21 +261,9 @@ def main() -> int:
         parser.error(f"unknown models {', '.join(unknown)}; known are {', '.join(MODELS)}")
     if arguments.repeats < 2 or arguments.steps < 1:
         parser.error("at least 2 repeats of 1 step")
-    context = multiprocessing.get_context("spawn")
-    answers: Any = context.Queue()
     rows: dict[str, list[dict[str, float]]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        path = str(Path(folder) / "store")
-        ranks = [
-            context.Process(target=measure, args=(rank, path, arguments, answers))
-            for rank in range(2)
-        ]
-        for process in ranks:
-            process.start()
-        while (answer := answers.get(timeout=600)) is not None:
-            rows.setdefault(answer[0], []).append(answer[1])
-        for process in ranks:
-            process.join()
+    for name, row in answers_of(measure, 2, arguments):
+        rows.setdefault(name, []).append(row)
     found = {model: results_of(of_model) for model, of_model in rows.items()}
     print(f"2 ranks, {cpu_model()}, torch {torch.__version__}, {arguments.repeats} repeats\n")
     for model, results in found.items():

@@ -39,7 +39,8 @@ import pycomm
 from pycomm import checkpoint
 
 sys.path.insert(0, str(Path(__file__).parent))
-from train_digits import load_data, make_model, threads_per_rank
+from starting import threads_per_rank
+from train_digits import load_data, make_model
 
 EPILOG = """exit codes:
   0  trained, and the test accuracy is at least --min-accuracy

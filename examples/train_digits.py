@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import hashlib
 import json
 import os
 import sys
@@ -50,9 +49,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
+from starting import count, ranks_that_differ, start_ranks, threads_per_rank
 from torch import Tensor, nn
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import main as torchrun
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
@@ -194,17 +192,6 @@ def fit(
 
 
 # What is checked and measured after the training
-
-
-def ranks_that_differ(module: nn.Module) -> list[int]:
-    """Return the ranks whose parameters are not, bit for bit, those of rank 0."""
-    sha256 = hashlib.sha256()
-    for parameter in module.parameters():
-        sha256.update(parameter.detach().cpu().numpy().tobytes())
-    mine = torch.tensor(list(sha256.digest()), dtype=torch.uint8)
-    digests = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(digests, mine)
-    return [rank for rank, digest in enumerate(digests) if not torch.equal(digest, digests[0])]
 
 
 def communication_share(
@@ -350,7 +337,7 @@ def run_rank(args: argparse.Namespace) -> int:
     start = time.perf_counter()
     history, samples_per_second = fit(model, train_set, test_set, args)
     seconds = time.perf_counter() - start
-    different = ranks_that_differ(model.module)
+    different = ranks_that_differ(model.module.parameters())
     share = communication_share(
         ddp_class(copy.deepcopy(model.module)), train_set[: args.batch_size]
     )
@@ -399,30 +386,6 @@ def find_failures(different: list[int], accuracy: float, min_accuracy: float) ->
     return failures
 
 
-def threads_per_rank(ranks_here: int) -> int:
-    """Share this machine's cores among its ranks."""
-    return max(1, len(os.sched_getaffinity(0)) // ranks_here)
-
-
-def start_ranks(args: argparse.Namespace) -> int:
-    """Run this script once per rank by torchrun; return the exit code."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(args.ranks)))
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for sums in the same order
-    try:
-        torchrun(["--standalone", f"--nproc-per-node={args.ranks}", __file__, *sys.argv[1:]])
-    except ChildFailedError:
-        return 1  # torchrun has named the rank
-    return 0
-
-
-def count(text: str) -> int:
-    """Parse an argument that must be a whole number from 1 on."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
-    return value
-
-
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
@@ -451,7 +414,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     """Start the ranks, or be one of them if torchrun started this process."""
     args = parse_arguments()
-    return run_rank(args) if "RANK" in os.environ else start_ranks(args)
+    return run_rank(args) if "RANK" in os.environ else start_ranks(__file__, args.ranks)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,9 @@
 ``pycomm.DistributedDataParallel`` takes the place of torch's class. See README.md.
 """
 
+import importlib
+from types import ModuleType
+
 from pycomm import compression
 from pycomm.backend import get_communicator, register
 from pycomm.compression import all_reduce, sync_gradients
@@ -50,6 +53,15 @@ __all__ = [
     "shrink",
     "stats",
     "sync_gradients",
+    "tensor_parallel",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """``pycomm.tensor_parallel`` is imported when it is first asked for: torch's compiler takes a second."""
+    if name == "tensor_parallel":
+        return importlib.import_module("pycomm.tensor_parallel")
+    raise AttributeError(f"module 'pycomm' has no attribute {name!r}")
+
 
 register()

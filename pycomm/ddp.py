@@ -27,7 +27,13 @@ from pycomm.compression.hook import hook as compression_hook
 from pycomm.compression.lists import share_of
 from pycomm.compression.report import Layer
 from pycomm.config import config
-from pycomm.ddp_checks import BackwardWatch, ParameterWatch, check_models_agree, refuse
+from pycomm.ddp_checks import (
+    BackwardWatch,
+    ParameterWatch,
+    check_models_agree,
+    check_replicated,
+    refuse,
+)
 from pycomm.errors import InvalidArgument
 from pycomm.extension import c10d
 
@@ -109,6 +115,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                 "delay_all_reduce_named_params is not supported: torch's version does not wait for the gradients that "
                 "it reduces; leave it out"
             )
+        check_replicated(module, process_group, device_mesh)
         if init_sync:
             sync_buffers = forward_sync_buffers is not None or broadcast_buffers is not False
             check_models_agree(module, process_group, device_mesh, sync_buffers)

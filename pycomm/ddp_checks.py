@@ -81,6 +81,28 @@ def check_models_agree(
     raise MismatchError(_first_difference([json.loads(text) for text in texts], group))
 
 
+def check_replicated(
+    module: nn.Module, process_group: dist.ProcessGroup | None, device_mesh: Any
+) -> None:
+    """Raises InvalidArgument if ranks of the group have parts of one parameter, which cannot be averaged."""
+    group = _group_of(process_group, device_mesh)
+    if group is None or dist.get_rank(group) < 0:
+        return  # others have the words for these
+    for name, parameter in module.named_parameters():
+        layout = getattr(parameter, "tensor_parallel_layout", None)
+        split_over = None if layout is None else layout.group.process_group
+        if split_over is None:
+            continue
+        sharing = set(dist.get_process_group_ranks(split_over))
+        both = sharing & set(dist.get_process_group_ranks(group))
+        if len(both) > 1:
+            raise InvalidArgument(
+                f"rank {dist.get_rank(group)}: {name} is split over ranks {sorted(sharing)} by tensor parallel, and "
+                f"averaged between {sorted(both)} it would be a mix of parts; pass the group of its replicas, as "
+                'process_group=mesh["dp"].get_group()'
+            )
+
+
 def _group_of(
     process_group: dist.ProcessGroup | None, device_mesh: Any
 ) -> dist.ProcessGroup | None:

@@ -1,4 +1,4 @@
-"""What optimizers need in parallel training: a loss scale on which all ranks agree."""
+"""What optimizers need in parallel training: a loss scale on which all ranks agree, and the whole model's norm."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pycomm.clipping import clip_grad_norm_
 from pycomm.errors import InvalidArgument
+
+__all__ = ["GradScaler", "clip_grad_norm_"]
 
 
 class GradScaler(torch.amp.GradScaler):

@@ -260,3 +260,33 @@ def test_advise(tmp_path: Path, links: str) -> None:
         else ""
     )
     assert "pycomm" not in remaining
+
+
+def test_tensor_parallel(tmp_path: Path) -> None:
+    """Every variant is checked and timed; memory is what the sizes say."""
+    picture, record = tmp_path / "picture.png", tmp_path / "rows.json"
+    command = ["--widths", "64", "--positions", "8", "--repeats", "3", "--steps", "1"]
+    printed = run_script(
+        "tensor_parallel.py", *command, "--plot", str(picture), "--json", str(record)
+    )
+    title, *found = table_rows(printed)
+    rows = json.loads(record.read_text())["64"]
+    names = list(rows[0])
+    assert len(rows) == 3
+    assert [row[0] for row in found] == names
+    assert title[1] == "step, ms"
+    split, whole = (
+        12 * 64**2 + 7 * 64,
+        6 * 64,
+    )  # weights and biases of outputs; norms, biases of sums
+    for name, row in zip(names, found, strict=True):
+        ratios = sorted(
+            one["torch on Gloo" + ", sequence parallel" * ("sequence" in name)] / one[name]
+            for one in rows
+        )
+        assert float(row[2].split()[0]) == pytest.approx(ratios[1], abs=0.006)
+        parts = 1 if name == "whole block, one rank" else 2
+        assert float(row[4]) == pytest.approx(8e-6 * (split / parts + whole), abs=0.006)
+        assert 0 < float(row[5]) <= float(found[0][5])
+    assert printed.count("times as fast as") == 4
+    assert picture.stat().st_size > 0

@@ -14,6 +14,7 @@ import copy
 import dataclasses
 import functools
 import gc
+import importlib
 import inspect
 import pickle
 import warnings
@@ -447,10 +448,12 @@ def test_18_bucket_cap_mb_list() -> None:
 
     def scenario(wrap: Wrap, _: int) -> str:
         sizes = _bucket_bytes(wrap, bucket_cap_mb_list=[0.2, 0.5])
-        torch._dynamo.config.optimize_ddp = "python_reducer"
+        # By name: cloudpickle would take along a module that the worker names and some test has imported.
+        config: Any = importlib.import_module("torch._dynamo.config")
+        config.optimize_ddp = "python_reducer"
         with pytest.raises((AssertionError, RuntimeError)):
             wrap(unit(), bucket_cap_mb_list=[1, 2])
-        torch._dynamo.config.optimize_ddp = True
+        config.optimize_ddp = True
         return sizes
 
     assert same(scenario) == [f"{MIB // 4}, {MIB // 2}"] * 2
