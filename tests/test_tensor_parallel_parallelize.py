@@ -90,6 +90,28 @@ def test_models(n: int) -> None:
     run(n, worker, wall=90)
 
 
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_sequence_parallel_models(n: int) -> None:
+    """By ready plans: norms and what lies between have a part of the sequence, also an uneven one; also in chunks."""
+
+    def worker(rank: int, n: int) -> None:
+        def fewer_keys() -> nn.Module:
+            return Llama(heads=6, kv=1)
+
+        for make, plan in ((Gpt, plans.gpt2), (Llama, plans.llama), (fewer_keys, plans.llama)):
+            for length, chunks in ((6, 1), (7, 1), (12, 2)):
+                options: Any = {"overlap_chunks": chunks, "uneven_sequence": length % n != 0}
+                parallel, plain = made(make, plan(sequence_parallel=True), **options)
+                ids = torch.randint(0, 13, (2, length), generator=G(1))
+                check_equal(parallel, plain, ids)
+        if n > 1:
+            parallel, _ = made(Gpt, plans.gpt2(sequence_parallel=True))
+            bad = attempt(lambda: parallel(torch.zeros(1, 7, dtype=torch.int64)), InvalidArgument)
+            assert refused([bad], f"not divisible by {n} ranks", "uneven_sequence")
+
+    run(n, worker, wall=60)
+
+
 @pytest.mark.parametrize("n", WORLDS)
 def test_exactly(n: int) -> None:
     """With integers, outputs and gradients of linear layers, embeddings and convolutions are equal, also in 16 bits."""
