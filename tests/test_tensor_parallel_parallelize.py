@@ -668,7 +668,7 @@ def test_parameters_between() -> None:
 
 
 def test_communication() -> None:
-    """Layers that take one input have its gradients summed once: one all_reduce forward and one backward."""
+    """Layers that take one input have its gradients summed once: one all_reduce forward, one backward."""
 
     def worker(rank: int, n: int) -> None:
         def count(action: Any) -> dict[str, int]:
@@ -688,6 +688,16 @@ def test_communication() -> None:
             assert count(lambda: state["y"].sum().backward()) == {"all_reduce": 1}
             assert count(lambda m=parallel, x=x: state.update(y=m(x.detach()))) == {"all_reduce": 1}
             assert count(lambda: state["y"].sum().backward()) == {}
+        layer, plain = made(lambda: Llama(layers=1), plans.llama(sequence_parallel=True))
+        block, reference = layer.layers[0], plain.layers[0]
+        x = randn(1, 2, 4, 12).requires_grad_()
+        pair = {"all_gather": 2, "reduce_scatter": 2}  # of attention and MLP, forward and backward
+        assert count(lambda: state.update(y=block(x))) == pair
+        total = tp.gather(state["y"], dim=1).sum()
+        # Besides, what was split before the block is gathered, and the gradients of the norms' weights are summed.
+        assert count(total.backward) == {**pair, "all_gather": 3, "all_reduce": 2}
+        reference(x).sum().backward()
+        check_same_gradients(layer.layers, plain.layers, 1e-9)
 
     run(2, worker)
 

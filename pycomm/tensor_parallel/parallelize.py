@@ -105,14 +105,15 @@ class _Change:
 
     def commit(self) -> nn.Module:
         """Does it."""
-        for block in self.blocks:
-            self._watch(block)
+        betweens = {id(block.module): self._watch(block) for block in self.blocks}
         for attention, numbers in self.numbers:
             for name, number in numbers.items():
                 setattr(attention, name, number)
         for place in self.places.values():
             if place.style.kind == "boundary":
-                Boundary(self.group, self.uneven, **place.style.options).watch(place.module)
+                between = betweens.get(id(place.module))
+                boundary = Boundary(self.group, self.uneven, between, **place.style.options)
+                boundary.watch(place.module)
             elif place.style.kind == "shared" and self.group.world_size > 1:
                 now = self.made.get(id(place.module), place.module)
                 if now is place.module:
@@ -137,7 +138,8 @@ class _Change:
         if getattr(loss, "__name__", "") == "ForCausalLMLoss":
             self.module.loss_function = CausalLmLoss(self.group)  # type: ignore[assignment]
 
-    def _watch(self, block: Block) -> None:
+    def _watch(self, block: Block) -> Between | None:
+        """What it returns knows the inputs of all column layers, if they share them."""
         between = Between(self.group)
         columns = [self.made[id(place.module)] for place in block.columns]
         rows = [self.made[id(place.module)] for place in block.rows]
@@ -156,6 +158,8 @@ class _Change:
             and next(module.parameters(recurse=False), None) is not None
         }
         watch(block.module, between, columns, rows, others)
+        share = all(isinstance(layer, ParallelLinear) and layer.shares_input for layer in columns)
+        return between if share else None
 
 
 def _up_to(name: str, top: str) -> list[str]:

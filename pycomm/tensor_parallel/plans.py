@@ -61,7 +61,7 @@ def llama(
         plan |= _sequence("layers.0|*.layers.0", "norm|model.norm")
         plan |= dict.fromkeys(["*.input_layernorm", "*.post_attention_layernorm"], "shared")
         # An attention reshapes by the length of its own input, which it gets by position or by name.
-        gather = Move(split=False, dim=1)
+        gather = Move(split=False, dim=1, only_columns=True)
         plan["*.self_attn"] = Style("boundary", inputs=[gather], keywords={"hidden_states": gather})
     return plan
 
