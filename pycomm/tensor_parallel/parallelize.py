@@ -59,7 +59,8 @@ def parallelize(
     Layers of an attention are split by heads, as its attributes ``num_heads``, ``head_dim`` and the like say, which
     then count this rank's; heads of keys that are fewer than ranks stay on all of them. Between a column and a row
     layer random numbers are the ranks' own; an input of several column layers has its gradients summed once. What a
-    model computes there must treat each head, or each element, on its own.
+    model computes there must treat each head, or each element, on its own, and find its sizes by -1 or by what it has
+    for heads. Layers use their weights alone: ``linear(x, embedding.weight)`` would see this rank's part.
 
     ``group``: a process group, a mesh of one dimension, or None, the default group. ``overlap``, ``overlap_chunks``: of
     linear layers. ``uneven_sequence``: in sequence parallel, for lengths that the number of ranks does not divide.
