@@ -36,7 +36,7 @@ class FusedAttention(nn.Module):
         parts = self.c_attn(x).split(self.split_size, dim=2)
         q, k, v = (p.view(*p.shape[:-1], -1, self.head_dim).transpose(1, 2) for p in parts)
         scores = q @ k.transpose(-1, -2) / self.head_dim**0.5
-        hidden = torch.ones(x.shape[1], scores.shape[-1]).triu(1).bool()
+        hidden = torch.ones(scores.shape[-2:]).triu(1).bool()
         weights = self.attn_dropout(scores.masked_fill(hidden, float("-inf")).softmax(-1))
         return self.resid_dropout(self.c_proj((weights @ v).transpose(1, 2).flatten(2)))
 

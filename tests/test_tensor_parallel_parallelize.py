@@ -90,6 +90,28 @@ def test_models(n: int) -> None:
     run(n, worker, wall=90)
 
 
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_sequence_parallel_models(n: int) -> None:
+    """By ready plans: norms and what lies between have a part of the sequence, also an uneven one; also in chunks."""
+
+    def worker(rank: int, n: int) -> None:
+        def fewer_keys() -> nn.Module:
+            return Llama(heads=6, kv=1)
+
+        for make, plan in ((Gpt, plans.gpt2), (Llama, plans.llama), (fewer_keys, plans.llama)):
+            for length, chunks in ((6, 1), (7, 1), (12, 2)):
+                options: Any = {"overlap_chunks": chunks, "uneven_sequence": length % n != 0}
+                parallel, plain = made(make, plan(sequence_parallel=True), **options)
+                ids = torch.randint(0, 13, (2, length), generator=G(1))
+                check_equal(parallel, plain, ids)
+        if n > 1:
+            parallel, _ = made(Gpt, plans.gpt2(sequence_parallel=True))
+            bad = attempt(lambda: parallel(torch.zeros(1, 7, dtype=torch.int64)), InvalidArgument)
+            assert refused([bad], f"not divisible by {n} ranks", "uneven_sequence")
+
+    run(n, worker, wall=60)
+
+
 @pytest.mark.parametrize("n", WORLDS)
 def test_exactly(n: int) -> None:
     """With integers, outputs and gradients of linear layers, embeddings and convolutions are equal, also in 16 bits."""
@@ -646,7 +668,7 @@ def test_parameters_between() -> None:
 
 
 def test_communication() -> None:
-    """Layers that take one input have its gradients summed once: one all_reduce forward and one backward."""
+    """Layers that take one input have its gradients summed once: one all_reduce forward, one backward."""
 
     def worker(rank: int, n: int) -> None:
         def count(action: Any) -> dict[str, int]:
@@ -666,6 +688,16 @@ def test_communication() -> None:
             assert count(lambda: state["y"].sum().backward()) == {"all_reduce": 1}
             assert count(lambda m=parallel, x=x: state.update(y=m(x.detach()))) == {"all_reduce": 1}
             assert count(lambda: state["y"].sum().backward()) == {}
+        layer, plain = made(lambda: Llama(layers=1), plans.llama(sequence_parallel=True))
+        block, reference = layer.layers[0], plain.layers[0]
+        x = randn(1, 2, 4, 12).requires_grad_()
+        pair = {"all_gather": 2, "reduce_scatter": 2}  # of attention and MLP, forward and backward
+        assert count(lambda: state.update(y=block(x))) == pair
+        total = tp.gather(state["y"], dim=1).sum()
+        # Besides, what was split before the block is gathered, and the gradients of the norms' weights are summed.
+        assert count(total.backward) == {**pair, "all_gather": 3, "all_reduce": 2}
+        reference(x).sum().backward()
+        check_same_gradients(layer.layers, plain.layers, 1e-9)
 
     run(2, worker)
 

@@ -71,6 +71,12 @@ class Between:
         self._inputs.append((mark, entered))
         return entered
 
+    def give(self, entered: torch.Tensor) -> None:
+        """This input of the block has entered already: column layers that take it need not sum its gradients."""
+        if self._running:
+            mark = (entered, entered._version, torch.is_grad_enabled())
+            self._inputs.append((mark, entered))
+
 
 class _Hook:
     """A module's hook that knows its block; an object, so that deepcopy binds the copy's to the copy."""

@@ -11,6 +11,7 @@ from torch import nn
 
 from pycomm.errors import InvalidArgument
 from pycomm.tensor_parallel import regions
+from pycomm.tensor_parallel.between import Between
 from pycomm.tensor_parallel.group import Group
 
 
@@ -18,18 +19,26 @@ from pycomm.tensor_parallel.group import Group
 class Move:
     """What happens to one tensor: each rank gets its part along ``dim``, or all parts are gathered there.
 
-    Gathered, it is the same on all ranks, and so is its gradient.
+    Gathered, it is the same on all ranks, and so is its gradient. ``only_columns``: what is gathered is for column
+    layers alone, whose gradients are then summed and split in one.
     """
 
     split: bool
     dim: int
+    only_columns: bool = False
 
-    def __call__(self, tensor: torch.Tensor, ranks: Group, uneven: bool) -> torch.Tensor:
-        """Collective."""
+    def __call__(
+        self, tensor: torch.Tensor, ranks: Group, uneven: bool, between: Between | None = None
+    ) -> torch.Tensor:
+        """Collective; ``between``: of a block all of whose column layers take what it knows."""
         count = tensor.shape[self.dim]
         if not self.split:
             counts = None if uneven else [count] * ranks.world_size
-            return regions.gather(tensor, ranks, self.dim, counts)
+            if not self.only_columns or between is None:
+                return regions.gather(tensor, ranks, self.dim, counts)
+            entered = regions.all_gather(tensor, ranks, self.dim, counts)
+            between.give(entered)
+            return entered
         if count % ranks.world_size and not uneven:
             raise InvalidArgument(
                 f"rank {ranks.rank}: dimension {self.dim} of a tensor of shape {tuple(tensor.shape)} is not divisible "
@@ -45,11 +54,12 @@ class Boundary:
         self,
         ranks: Group,
         uneven: bool,
+        between: Between | None = None,
         inputs: Sequence[Move | None] = (),
         keywords: Mapping[str, Move] | None = None,
         outputs: Sequence[Move | None] = (),
     ) -> None:
-        self.ranks, self.uneven = ranks, uneven
+        self.ranks, self.uneven, self.between = ranks, uneven, between
         self.inputs, self.keywords, self.outputs = inputs, keywords or {}, outputs
 
     def watch(self, module: nn.Module) -> None:
@@ -82,4 +92,4 @@ class Boundary:
     def _move(self, tensor: Any, move: Move | None) -> Any:
         if move is None or not isinstance(tensor, torch.Tensor) or self.ranks.world_size == 1:
             return tensor
-        return move(tensor, self.ranks, self.uneven)
+        return move(tensor, self.ranks, self.uneven, self.between)

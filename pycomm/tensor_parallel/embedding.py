@@ -86,6 +86,7 @@ class VocabParallelEmbedding(ParallelModule):
         """As torch's: the values are those of the whole layer, drawn from the same random numbers on all ranks."""
         self.refill(self._new())
 
+    @torch.compiler.disable(reason=regions.REASON)
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """[...] of the same numbers on all ranks to [..., embedding_dim]."""
         self._check(ids)

@@ -117,7 +117,10 @@ class SharedKeyLinear(ParallelLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] to [..., own heads of keys * head_dim]."""
         self.check_width(x, self.in_features, "it takes the whole width, on all ranks")
-        x = self._enter(x) if self.shared_input is None else self.shared_input.take(x, self._enter)
+        if self.shares_input and self.shared_input is not None:
+            x = self.shared_input.take(x, self._enter)
+        else:
+            x = self._enter(x)
         given = [self.weight] if self.bias is None else [self.weight, self.bias]
         weight, bias = [*regions.copy_together(given, self.group), None][:2]
         assert weight is not None

@@ -61,6 +61,11 @@ class ParallelLinear(ParallelModule):
             )
         self.refill(self._new())
 
+    @property
+    def shares_input(self) -> bool:
+        """Whether the input enters once for all layers that take it, rather than in chunks for this one."""
+        return self.shared_input is not None and self.overlap_chunks == 1 and not self.regather
+
     def _enter(self, x: torch.Tensor) -> torch.Tensor:
         """The input of the whole sequence, in the product's dtype; its gradients are summed."""
         x = autocast(x)[0]
@@ -203,7 +208,7 @@ class ColumnParallelLinear(ParallelLinear):
                 f"ColumnParallelLinear({self.extra_repr()}) takes the whole; pass sequence_parallel=True and "
                 "sequence_dim (to torch's style input_layouts=Shard(dim))"
             )
-        shares = self.shared_input is not None and self.overlap_chunks == 1 and not self.regather
+        shares = self.shares_input
         if shares and self.shared_input is not None:
             x = self.shared_input.take(x, self._enter)
         x, weight, bias = self._operands(x)

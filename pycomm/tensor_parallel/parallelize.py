@@ -59,7 +59,8 @@ def parallelize(
     Layers of an attention are split by heads, as its attributes ``num_heads``, ``head_dim`` and the like say, which
     then count this rank's; heads of keys that are fewer than ranks stay on all of them. Between a column and a row
     layer random numbers are the ranks' own; an input of several column layers has its gradients summed once. What a
-    model computes there must treat each head, or each element, on its own.
+    model computes there must treat each head, or each element, on its own, and find its sizes by -1 or by what it has
+    for heads. Layers use their weights alone: ``linear(x, embedding.weight)`` would see this rank's part.
 
     ``group``: a process group, a mesh of one dimension, or None, the default group. ``overlap``, ``overlap_chunks``: of
     linear layers. ``uneven_sequence``: in sequence parallel, for lengths that the number of ranks does not divide.
@@ -105,14 +106,15 @@ class _Change:
 
     def commit(self) -> nn.Module:
         """Does it."""
-        for block in self.blocks:
-            self._watch(block)
+        betweens = {id(block.module): self._watch(block) for block in self.blocks}
         for attention, numbers in self.numbers:
             for name, number in numbers.items():
                 setattr(attention, name, number)
         for place in self.places.values():
             if place.style.kind == "boundary":
-                Boundary(self.group, self.uneven, **place.style.options).watch(place.module)
+                between = betweens.get(id(place.module))
+                boundary = Boundary(self.group, self.uneven, between, **place.style.options)
+                boundary.watch(place.module)
             elif place.style.kind == "shared" and self.group.world_size > 1:
                 now = self.made.get(id(place.module), place.module)
                 if now is place.module:
@@ -137,7 +139,8 @@ class _Change:
         if getattr(loss, "__name__", "") == "ForCausalLMLoss":
             self.module.loss_function = CausalLmLoss(self.group)  # type: ignore[assignment]
 
-    def _watch(self, block: Block) -> None:
+    def _watch(self, block: Block) -> Between | None:
+        """What it returns knows the inputs of all column layers, if they share them."""
         between = Between(self.group)
         columns = [self.made[id(place.module)] for place in block.columns]
         rows = [self.made[id(place.module)] for place in block.rows]
@@ -156,6 +159,8 @@ class _Change:
             and next(module.parameters(recurse=False), None) is not None
         }
         watch(block.module, between, columns, rows, others)
+        share = all(isinstance(layer, ParallelLinear) and layer.shares_input for layer in columns)
+        return between if share else None
 
 
 def _up_to(name: str, top: str) -> list[str]:

@@ -60,9 +60,9 @@ def llama(
     if sequence_parallel:
         plan |= _sequence("layers.0|*.layers.0", "norm|model.norm")
         plan |= dict.fromkeys(["*.input_layernorm", "*.post_attention_layernorm"], "shared")
-        # An attention reshapes by the length of its own input.
-        gather = Move(split=False, dim=1)
-        plan["*.self_attn"] = Style("boundary", keywords={"hidden_states": gather})
+        # An attention reshapes by the length of its own input, which it gets by position or by name.
+        gather = Move(split=False, dim=1, only_columns=True)
+        plan["*.self_attn"] = Style("boundary", inputs=[gather], keywords={"hidden_states": gather})
     return plan
 
 
