@@ -7,6 +7,7 @@ plays it on a clock.
 from pycomm.pipeline.schedules.action import Action, Batch, Kind, Limits, Program, Schedule, Step
 from pycomm.pipeline.schedules.build import NAMES, build
 from pycomm.pipeline.schedules.costs import Costs
+from pycomm.pipeline.schedules.draw import draw, plot
 from pycomm.pipeline.schedules.lower import lower
 from pycomm.pipeline.schedules.simulate import Interval, Simulation, simulate
 from pycomm.pipeline.schedules.validate import validate
@@ -24,7 +25,9 @@ __all__ = [
     "Simulation",
     "Step",
     "build",
+    "draw",
     "lower",
+    "plot",
     "simulate",
     "validate",
 ]

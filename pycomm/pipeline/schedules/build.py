@@ -2,68 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from pycomm.errors import InvalidArgument
-from pycomm.pipeline.schedules.action import (
-    Action,
-    Limits,
-    Schedule,
-    check_count,
-    looped,
-    v_shaped,
-)
-from pycomm.pipeline.schedules.classic import gpipe, interleaved, looped_bfs, one_f_one_b
-from pycomm.pipeline.schedules.v_shaped import dualpipev, zbv
-from pycomm.pipeline.schedules.zero_bubble import zb_h1, zb_h2
-
-
-@dataclass(frozen=True)
-class _Builder:
-    """chunks: that it takes, or None for any number; alternative: for other numbers."""
-
-    programs: Callable[[int, int, int], tuple[list[list[Action]], Limits]]
-    chunks: int | None
-    default: int
-    placement: Callable[[int, int], tuple[int, ...]] = looped
-    alternative: str = ""
-
-
-def _v(ranks: int, _chunks: int) -> tuple[int, ...]:
-    return v_shaped(ranks)
-
-
-_BUILDERS = {
-    "gpipe": _Builder(gpipe, 1, 1, alternative="looped_bfs takes any number"),
-    "1f1b": _Builder(one_f_one_b, 1, 1, alternative="interleaved takes any number"),
-    "interleaved": _Builder(interleaved, None, 2),
-    "looped_bfs": _Builder(looped_bfs, None, 2),
-    "zb_h1": _Builder(zb_h1, None, 1),
-    "zb_h2": _Builder(zb_h2, 1, 1, alternative="zb_h1 takes any number, zbv 2"),
-    "zbv": _Builder(zbv, 2, 2, _v, "zb_h1 takes any number"),
-    "dualpipev": _Builder(dualpipev, 2, 2, _v, "interleaved and zb_h1 take any number"),
-}
+from pycomm.pipeline.schedules.action import Schedule, check_count
+from pycomm.pipeline.schedules.auto import auto
+from pycomm.pipeline.schedules.costs import Costs
+from pycomm.pipeline.schedules.named import BUILDERS, named
 
 #: The names that build() knows.
-NAMES = (*_BUILDERS,)
+NAMES = (*BUILDERS, "auto")
 
 
-def build(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
+def build(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    chunks: int | None = None,
+    *,
+    costs: Costs | None = None,
+    memory: float | Sequence[float] | None = None,
+) -> Schedule:
     """A schedule of any number of ranks and microbatches, without messages: see lower().
 
-    chunks: stages per rank; 2 if None for interleaved, looped_bfs, zbv and dualpipev, else 1.
+    chunks: stages per rank. None: 2 for interleaved, looped_bfs, zbv and dualpipev; as many as costs are given for,
+    or 1 or 2, for auto; 1 for others. costs, memory: for auto only, which makes the shortest schedule that it finds
+    for these costs among those whose activations weigh at most `memory` on each rank (a number, or one per rank;
+    None: no limit).
     """
-    builder = _BUILDERS.get(name)
-    if builder is None:
+    if name not in NAMES:
         raise InvalidArgument(f"there is no schedule {name!r}, but: {', '.join(NAMES)}")
-    chunks = builder.default if chunks is None else chunks
-    for what, value in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks)):
-        check_count(what, value)
-    if builder.chunks not in (None, chunks):
-        raise InvalidArgument(
-            f"{name} has {builder.chunks} chunk(s) on each rank, not {chunks}: {builder.alternative}"
-        )
-    programs, limits = builder.programs(ranks, microbatches, chunks)
-    placement = builder.placement(ranks, chunks)
-    return Schedule(name, microbatches, placement, tuple(map(tuple, programs)), limits)
+    check_count("ranks", ranks)
+    check_count("microbatches", microbatches)
+    if chunks is not None:
+        check_count("chunks", chunks)
+    if name == "auto":
+        return auto(ranks, microbatches, chunks, costs or Costs(), memory)
+    if costs is not None or memory is not None:
+        raise InvalidArgument(f"{name} is the same for all costs and memory: only auto takes them")
+    return named(name, ranks, microbatches, chunks or BUILDERS[name].default)
