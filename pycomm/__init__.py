@@ -4,7 +4,7 @@
 ``pycomm.DistributedDataParallel`` takes the place of torch's class. See README.md.
 """
 
-from pycomm import compression
+from pycomm import compression, data
 from pycomm.backend import get_communicator, register
 from pycomm.compression import all_reduce, sync_gradients
 from pycomm.ddp import DistributedDataParallel
@@ -42,6 +42,7 @@ __all__ = [
     "all_reduce",
     "compression",
     "create_communicator",
+    "data",
     "empty",
     "get_communicator",
     "shrink",
