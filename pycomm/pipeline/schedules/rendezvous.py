@@ -30,6 +30,11 @@ def check_messages(schedule: Schedule) -> None:
     sent: dict[tuple[int, int], list[Action]] = defaultdict(list)
     received: dict[tuple[int, int], list[Action]] = defaultdict(list)
     for rank, program in enumerate(schedule.programs):
+        for step in program:
+            if isinstance(step, Batch) and not COMPUTE.isdisjoint(one.kind for one in step.actions):
+                raise InvalidArgument(
+                    f"{schedule.name}: rank {rank}: {step} is not of messages only"
+                )
         actions = list(actions_of(program))
         _check_ends(schedule, rank, actions)
         for action in actions:
