@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -418,6 +420,113 @@ def test_sends_that_cross_are_a_deadlock_unless_they_are_a_batch(name: str) -> N
         InvalidArgument, match=r"a deadlock if sends wait for their rec.*: rank 0 in"
     ):
         validate(schedule)
+
+
+@settings(max_examples=100, deadline=None)
+@given(schedules(), st.data())
+def test_any_step_too_few_too_many_or_of_others_is_seen(
+    schedule: Schedule, data: st.DataObject
+) -> None:
+    lowered = lower(schedule)
+    rank = data.draw(st.integers(0, lowered.ranks - 1))
+    program = list(lowered.programs[rank])
+    at = data.draw(st.integers(0, len(program) - 1))
+    stage, kind, microbatch = next(actions_of((program[at],)))
+    match data.draw(st.sampled_from(["drop", "twice", "stage", "microbatch"])):
+        case "drop":
+            program.pop(at)
+        case "twice":
+            program.insert(data.draw(st.integers(0, len(program))), program[at])
+        case "stage":
+            other = data.draw(st.integers(0, lowered.stages).filter(lambda one: one != stage))
+            program[at] = Action(other, kind, microbatch)
+        case "microbatch":
+            count = st.integers(0, lowered.microbatches)
+            program[at] = Action(
+                stage, kind, data.draw(count.filter(lambda one: one != microbatch))
+            )
+    programs = (*lowered.programs[:rank], tuple(program), *lowered.programs[rank + 1 :])
+    with pytest.raises(InvalidArgument):
+        validate(replace(lowered, programs=programs))
+
+
+# ---- programs that run: threads, with messages that wait for both ends
+
+
+class Threads:
+    """Runs a lowered schedule on a toy model: a stage adds its number to twice its input, and so backwards."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.wires: dict[Action, tuple[threading.Barrier, list[int]]] = {
+            action: (threading.Barrier(2), [])
+            for program in schedule.programs
+            for action in actions_of(program)
+            if action.kind in (Kind.SEND_F, Kind.SEND_B)
+        }
+        self.values: list[dict[Action, int]] = [{} for _ in schedule.programs]
+
+    def run(self) -> list[dict[Action, int]]:
+        with ThreadPoolExecutor(self.schedule.ranks) as pool:
+            list(pool.map(self.rank, range(self.schedule.ranks)))
+        return self.values
+
+    def rank(self, rank: int) -> None:
+        with ThreadPoolExecutor(32) as pool:
+            for step in self.schedule.programs[rank]:
+                if isinstance(step, Batch):
+                    list(pool.map(lambda one: self.message(rank, one), step.actions))
+                elif step.kind in COMPUTE:
+                    self.compute(rank, step)
+                else:
+                    self.message(rank, step)
+
+    def message(self, rank: int, action: Action) -> None:
+        stage, kind, microbatch = action
+        values, is_forward = self.values[rank], kind in (Kind.SEND_F, Kind.RECV_F)
+        if kind in (Kind.SEND_F, Kind.SEND_B):
+            barrier, wire = self.wires[action]
+            wire.append(values[Action(stage, Kind.F if is_forward else Kind.I, microbatch)])
+            barrier.wait(20)
+        else:
+            sender, sent = (stage - 1, Kind.SEND_F) if is_forward else (stage + 1, Kind.SEND_B)
+            barrier, wire = self.wires[Action(sender, sent, microbatch)]
+            barrier.wait(20)
+            values[Action(sender, Kind.F if is_forward else Kind.I, microbatch)] = wire[0]
+
+    def compute(self, rank: int, action: Action) -> None:
+        stage, kind, microbatch = action
+        values = self.values[rank]
+        if kind == Kind.F:
+            before = values[Action(stage - 1, kind, microbatch)] if stage else microbatch
+            values[action] = 2 * before + stage
+        elif kind == Kind.W:
+            values[action] = values[Action(stage, Kind.I, microbatch)]
+        else:
+            forward = values[Action(stage, Kind.F, microbatch)]
+            is_last = stage + 1 == self.schedule.stages
+            after = 0 if is_last else values[Action(stage + 1, Kind.I, microbatch)]
+            values[Action(stage, Kind.I, microbatch)] = 2 * after + forward
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_programs_run_with_messages_that_wait_for_both_ends(name: str) -> None:
+    """To the end, and compute what one process would; so they do with fewer microbatches than ranks."""
+    for ranks, microbatches in ((4, 6), (3, 2), (1, 2)):
+        schedule = lower(build(name, ranks, microbatches))
+        found: dict[Action, int] = {}
+        for values in Threads(schedule).run():
+            found.update(values)
+        for microbatch in range(microbatches):
+            value, forwards = microbatch, []
+            for stage in range(schedule.stages):
+                value = 2 * value + stage
+                forwards.append(value)
+                assert found[Action(stage, Kind.F, microbatch)] == value
+            gradient = 0
+            for stage in reversed(range(schedule.stages)):
+                gradient = 2 * gradient + forwards[stage]
+                assert found[Action(stage, Kind.I, microbatch)] == gradient
 
 
 # ---- no torch
