@@ -7,7 +7,7 @@
 import importlib
 from types import ModuleType
 
-from pycomm import compression
+from pycomm import compression, data
 from pycomm.backend import get_communicator, register
 from pycomm.compression import all_reduce, sync_gradients
 from pycomm.ddp import DistributedDataParallel
@@ -46,6 +46,7 @@ __all__ = [
     "all_reduce",
     "compression",
     "create_communicator",
+    "data",
     "empty",
     "get_communicator",
     "gpu_pool",

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from pycomm import config
 from pycomm.extension import core
+from pycomm.pipeline.schedules import NAMES, Costs, Schedule, build, simulate
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -27,7 +28,39 @@ def reductions() -> str:
     return "\n".join([f"| dtype | {' | '.join(ops)} |", f"|---|{'---|' * len(ops)}", *rows])
 
 
-TABLES: dict[str, Callable[[], str]] = {"variables": config.table, "reductions": reductions}
+def schedules() -> str:
+    """Pipeline schedules of 4 ranks and 8 microbatches, played with several costs."""
+    even = Costs()
+    others = [Costs(1, 1.2, 0.8), Costs(1, 2, 0.5), Costs(transfer=0.1)]
+
+    def row(name: str, of: Callable[[Costs], Schedule]) -> str:
+        played = simulate(of(even))
+        cells = [name, str(played.schedule.chunks), " ".join(map(str, played.peak_activations))]
+        cells += [f"{max(played.peak_memory):.3g}", f"{max(played.peak_weights)}"]
+        cells += [f"{played.makespan:.4g}", f"{played.bubble:.3g}", f"{played.span_bubble:.3g}"]
+        cells += [f"{simulate(of(costs), costs).makespan:.4g}" for costs in others]
+        return f"| {' | '.join(cells)} |"
+
+    kinds = [(name, None) for name in NAMES if name != "auto"]
+    kinds[3:3] = [("interleaved", 4)]
+    kinds[6:6] = [("zb_h1", 2)]
+    rows = [
+        row(name, lambda _, name=name, chunks=chunks: build(name, 4, 8, chunks))
+        for name, chunks in kinds
+    ]
+    for words, memory in (("auto", None), ("auto, memory 4", 4.0), ("auto, memory 2", 2.0)):
+        rows.append(row(words, lambda costs, m=memory: build("auto", 4, 8, costs=costs, memory=m)))
+    heads = ["schedule", "stages per rank", "activations, of stages", "memory", "W due"]
+    heads += ["makespan", "bubble", "by span", "F, I, W = 1, 1.2, 0.8", "1, 2, 0.5"]
+    heads += ["messages take 0.1"]
+    return "\n".join([f"| {' | '.join(heads)} |", f"|---{'|---:' * (len(heads) - 1)}|", *rows])
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "variables": config.table,
+    "reductions": reductions,
+    "schedules": schedules,
+}
 
 
 def updated(text: str) -> str:
