@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDdp
 import pycomm
 from pycomm import compression
 from pycomm.compression import BF16, FP8, FP16, Averager, HookState, Int8, hook
+from pycomm.compression.lists import set_aside
 from pycomm.errors import InvalidArgument
 from pycomm.optim import GradScaler
 
@@ -563,3 +564,25 @@ def test_encodings_are_values() -> None:
     ):
         with pytest.raises(InvalidArgument):
             wrong()
+
+
+@pytest.mark.parametrize(
+    ("gradient", "is_used"),
+    [
+        ([], False),
+        ([0.0, -0.0], False),
+        ([0.0, 1e-45], True),
+        ([math.nan, 0.0], True),
+        ([-math.inf, 0.0], True),
+    ],
+)
+def test_residuals_are_set_aside_without_a_look_at_the_values(
+    gradient: list[float], is_used: bool
+) -> None:
+    """As on the GPU, where the host does not wait to see which gradients are zero."""
+    values = torch.tensor(gradient)
+    before = torch.arange(1.0, len(values) + 1)
+    residual = before.clone()
+    kept = set_aside(residual, values)
+    assert torch.equal(residual, before if is_used else torch.zeros_like(before))
+    assert torch.equal(kept, torch.zeros_like(before) if is_used else before)

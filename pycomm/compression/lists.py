@@ -198,10 +198,9 @@ class Averager:
         """
         withheld = []
         for name, gradient in zip(names, gradients, strict=True):
-            if gradient.is_cuda:  # where the host must not wait
-                part, used = self._memory.residuals[name], gradient.any()
-                withheld.append((part, part.masked_fill(used, 0)))
-                part.masked_fill_(~used, 0)
+            if gradient.is_cuda:
+                part = self._memory.residuals[name]
+                withheld.append((part, set_aside(part, gradient)))
             elif gradient.numel() and not gradient.flatten()[0] and not gradient.any():
                 part = self._memory.residuals[name]
                 withheld.append((part, part.clone()))
@@ -224,6 +223,14 @@ class Averager:
         self._flat = {others: one for others, one in self._flat.items() if not moved & set(others)}
         self._flat[names] = flat
         return flat
+
+
+def set_aside(residual: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Moves the residual of a gradient that is zero into what is returned, zeros of any other; waits for no device."""
+    is_used = gradient.any()
+    kept = residual.masked_fill(is_used, 0)
+    residual.masked_fill_(~is_used, 0)
+    return kept
 
 
 def share_of(weight: float, carrier: Carrier, device: torch.device = CPU) -> float:
