@@ -6,16 +6,20 @@ import dataclasses
 import json
 import re
 import subprocess
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import gpu_bandwidth
 import gpu_checks
 import gpu_peer
+import gpu_ranks
 import pytest
 import torch
+import torch.distributed as dist
 from gpu_device import StandIn
+from harness import run
 
 from pycomm.extension import core
 
@@ -196,6 +200,67 @@ def test_checks_pass_with_the_cpu_kernels(
     )
     assert len(report["bandwidth"]) == rows
     assert "speeds, which were not of a device" in capsys.readouterr().out
+
+
+def test_a_few_checks_for_slow_tools(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every kernel, right and spoiled."""
+    assert gpu_checks.main(["--stand-in", "--tiny"]) == gpu_checks.RIGHT
+    found = re.search(r"^(\d+) cases .* 0 differences", capsys.readouterr().out, re.MULTILINE)
+    assert found
+    assert 40 < int(found[1]) < 200
+    monkeypatch.setattr(gpu_checks, "StandIn", SpoiledWire)
+    assert gpu_checks.main(["--stand-in", "--tiny"]) == gpu_checks.WRONG
+    monkeypatch.setattr(gpu_checks, "StandIn", SpoiledReduction)
+    assert gpu_checks.main(["--stand-in", "--tiny"]) == gpu_checks.WRONG
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_ranks_check_holds_on_shared_memory(ranks: int) -> None:
+    """Started as tests/gpu/run.sh does; every check has a line."""
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
+         "tests/gpu/gpu_ranks.py", "--device", "cpu"],
+        cwd=ROOT, text=True, timeout=240, check=False, capture_output=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    for check in gpu_ranks.CHECKS:
+        assert done.stdout.count(f": {check.__name__}: 0 differences") == ranks
+
+
+class SpoilsSums:
+    """An all_reduce whose last element is off by one on the last rank."""
+
+    def __init__(self, sound: Callable[..., Any]) -> None:
+        self.sound = sound
+
+    def __call__(self, tensor: torch.Tensor, *args: Any, **named: Any) -> Any:
+        work = self.sound(tensor, *args, **named)
+        if work is not None:
+            work.wait()
+        if dist.get_rank() == dist.get_world_size() - 1:
+            tensor.view(-1)[-1:] += 1
+        return work
+
+
+@pytest.mark.parametrize(
+    ("check", "words"),
+    [
+        (gpu_ranks.collectives, r"all_reduce .* of 17: 1 of 17 elements differ, first 16"),
+        (gpu_ranks.streams, "all_reduce between other work, async True: 1 of"),
+    ],
+)
+def test_ranks_notice_a_wrong_sum(check: Any, words: str) -> None:
+    """On the rank that has it."""
+
+    def worker(rank: int, n: int) -> list[str]:
+        dist.all_reduce = SpoilsSums(dist.all_reduce)
+        return list(check(gpu_ranks.Ranks(torch.device("cpu"))))
+
+    sound, spoiled = run(2, worker)
+    assert sound == []
+    assert any(re.search(words, line) for line in spoiled), spoiled
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -1,6 +1,6 @@
 """The device checks: are the CUDA kernels right, and how fast are they. tests/gpu/run.sh builds and runs this.
 
-    python tests/gpu/gpu_checks.py [--quick] [--stand-in]
+    python tests/gpu/gpu_checks.py [--quick | --tiny] [--stand-in]
 
 Ends with 0: all well, 1: a kernel is wrong, 2: a kernel is slower than its share of a copy, 3: no GPU. The figures go
 to gpu.json in ${OUT:-runs/gpu}. `--stand-in` lets the CPU's kernels play the device, to test this program where there
@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -45,10 +46,18 @@ def differences(core: Any, device: StandIn, quick: bool, large: int) -> Iterator
     yield gpu_cases.large_differences(core, device, large)
 
 
-def check(core: Any, device: StandIn, quick: bool, large: int) -> dict[str, Any]:
+def tiny_differences(core: Any, device: StandIn) -> Iterator[list[str]]:
+    """A few cases of every kernel, for tools that slow them down a hundred times."""
+    for case in islice(gpu_cases.cases(QUICK_COUNTS), 0, None, 37):
+        yield gpu_cases.Comparison(core, device, case).differences()
+    for dtype, ops in core.support_table().items():
+        yield gpu_cases.reduce_differences(core, device, dtype, ops[0], 3, 1025)
+
+
+def check(device: StandIn, cases: Iterator[list[str]]) -> dict[str, Any]:
     """Runs all cases; prints and returns what came out."""
     begin, done, wrong = time.monotonic(), 0, list[str]()
-    for words in differences(core, device, quick, large):
+    for words in cases:
         done += 1
         wrong += words
         for line in words[: max(0, MOST_WORDS - len(wrong) + len(words))]:
@@ -70,7 +79,8 @@ def bandwidth(core: Any, device: StandIn, count: int, repeats: int) -> list[gpu_
 def run(core: Any, device: StandIn, quick: bool, out: Path) -> int:
     """All checks; returns the exit status."""
     real = isinstance(device, Gpu)
-    checked = check(core, device, quick, LARGE if real and not quick else 2**17 + 77)
+    large = LARGE if real and not quick else 2**17 + 77
+    checked = check(device, differences(core, device, quick, large))
     if real:
         torch.cuda.empty_cache()
     rows = bandwidth(core, device, 2**27 if real else 2**14, 31 if real else 3)
@@ -96,17 +106,26 @@ def run(core: Any, device: StandIn, quick: bool, out: Path) -> int:
     return RIGHT
 
 
+def run_as_asked(options: argparse.Namespace, kind: type[StandIn]) -> int:
+    """All checks or a few of them."""
+    core = load_core()
+    device = kind(core)
+    if options.tiny:
+        checked = check(device, tiny_differences(core, device))
+        return WRONG if checked["differences"] else RIGHT
+    return run(core, device, options.quick, Path(os.environ.get("OUT", "runs/gpu")))
+
+
 def main(arguments: list[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="fewer lengths")
+    parser.add_argument("--tiny", action="store_true", help="a few cases, for compute-sanitizer")
     parser.add_argument("--stand-in", action="store_true", help="the CPU's kernels as the device")
     parser.add_argument("--probe", action="store_true", help="print what to build for, or end with 3")  # fmt: skip
     options = parser.parse_args(arguments)
-    out = Path(os.environ.get("OUT", "runs/gpu"))
     if options.stand_in:
-        core = load_core()
-        return run(core, StandIn(core), options.quick, out)
+        return run_as_asked(options, StandIn)
     if (reason := why_not()) is not None:
         print(f"no CUDA device: {reason}; nothing was checked", file=sys.stderr)
         return NO_DEVICE
@@ -114,11 +133,10 @@ def main(arguments: list[str] | None = None) -> int:
         major, minor = torch.cuda.get_device_capability()
         print(f"{major}{minor}")
         return RIGHT
-    core = load_core()
-    if core.cuda is None:
+    if load_core().cuda is None:
         print("pycomm._core was built without CUDA: run tests/gpu/run.sh", file=sys.stderr)
         return NO_DEVICE
-    return run(core, Gpu(core), options.quick, out)
+    return run_as_asked(options, Gpu)
 
 
 if __name__ == "__main__":
