@@ -543,14 +543,13 @@ struct CompressedCall {
   Request request(const CompressedCase& the) {
     auto compression = std::make_shared<Compression>();
     compression->codec = the.codec;
-    compression->dtype = the.dtype;
     compression->residual = residual.data();
     compression->stochastic = the.stochastic;
     compression->seed = 7;
     const int64_t element = bytes_of(the.dtype);
     for (Bytes& tensor : tensors)
       compression->tensors.push_back(
-          {tensor.data(), static_cast<int64_t>(tensor.size()) / element});
+          {tensor.data(), static_cast<int64_t>(tensor.size()) / element, the.dtype});
     Request request = request_of(Operation::kAllReduce, the.dtype, the.count);
     request.algorithm = the.algorithm;
     request.compression = std::move(compression);
