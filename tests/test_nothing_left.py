@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import json
 import os
@@ -28,6 +29,7 @@ from strangers import offered, until
 import pycomm
 
 MIB: Final = 1 << 20
+LIBC: Final = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True)
@@ -242,6 +244,8 @@ class Use:
     @classmethod
     def now(cls) -> Use:
         gc.collect()
+        if hasattr(LIBC, "malloc_trim"):  # glibc: how many arenas threads were given depends on who met whom
+            LIBC.malloc_trim(0)
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         state = State.now()
         resident = pages * resource.getpagesize() // MIB
