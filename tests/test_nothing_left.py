@@ -29,7 +29,6 @@ from strangers import offered, until
 import pycomm
 
 MIB: Final = 1 << 20
-LIBC: Final = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True)
@@ -244,8 +243,11 @@ class Use:
     @classmethod
     def now(cls) -> Use:
         gc.collect()
-        if hasattr(LIBC, "malloc_trim"):  # glibc: how many arenas threads were given depends on who met whom
-            LIBC.malloc_trim(0)
+        libc = ctypes.CDLL(None)
+        if hasattr(
+            libc, "malloc_trim"
+        ):  # glibc's arenas: how many there are depends on which threads met
+            libc.malloc_trim(0)
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         state = State.now()
         resident = pages * resource.getpagesize() // MIB
