@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import NoReturn
 
+from pycomm.command_line import Parser, run_command
 from pycomm.errors import InvalidArgument
 from pycomm.pipeline.schedules import (
     NAMES,
@@ -35,39 +35,27 @@ exit status: 0, or 2 for bad arguments
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    """Which refuses in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """See ArgumentParser."""
-        self.exit(2, f"pycomm.pipeline: {message}\n")
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    try:
+
+    def work() -> None:
         played = options.run(options)
         if options.plot:
             plot(played, options.plot)
-    except InvalidArgument as error:
-        parser.error(str(error))
-    except OSError as error:
-        parser.error(f"{error.filename} cannot be written: {error.strerror}")
-    except ModuleNotFoundError as error:
-        parser.error(f"--plot needs {error.name}: pip install {error.name}")
-    return 0
+
+    return run_command(parser, work)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m pycomm.pipeline",
         description="Draws pipeline schedules, and compares them, on a clock of given costs.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
     for name, run, words in (
         ("draw", _draw, "timelines, as text and as a picture"),
         ("compare", _compare, "a table of all schedules, or of those named"),

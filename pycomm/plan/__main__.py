@@ -8,8 +8,9 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from pycomm.command_line import Parser, run_command
 from pycomm.compression.codecs import NAMED
 from pycomm.errors import InvalidArgument
 from pycomm.plan.algorithms import ALGORITHMS
@@ -39,39 +40,27 @@ exit status: 0, or 2 for bad arguments
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    """Which refuses in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """See ArgumentParser."""
-        self.exit(2, f"pycomm.plan: {message}\n")
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    try:
+
+    def work() -> None:
         found = options.run(options)
         if options.json:
             options.json.write_text(json.dumps(found, indent=1))
-    except InvalidArgument as error:
-        parser.error(str(error))
-    except OSError as error:
-        parser.error(f"{error.filename} cannot be written: {error.strerror}")
-    except ModuleNotFoundError as error:
-        parser.error(f"--plot needs {error.name}: pip install {error.name}")
-    return 0
+
+    return run_command(parser, work)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m pycomm.plan",
         description="How long a collective or a training step would take on a cluster, by an alpha-beta model.",
         epilog=UNITS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
     for name, run, words in (
         ("collective", _collective, "one collective, by every algorithm"),
         ("step", _step, "one step of training"),

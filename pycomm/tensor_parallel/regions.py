@@ -18,7 +18,7 @@ refuses one with ``fullgraph=True``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -64,10 +64,7 @@ def scatter(
     counts: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """This rank's part of a tensor that is the same on all ranks; ``counts`` None: as even as can be."""
-    ranks = group_of(group)
-    if ranks.world_size == 1:
-        return tensor
-    return _Scatter.apply(tensor, ranks, dim, _whole_counts(tensor, ranks, dim, counts))
+    return _along(_Scatter, _whole_counts, tensor, group_of(group), dim, counts)
 
 
 @_outside_graphs
@@ -78,10 +75,7 @@ def gather(
     counts: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """All ranks' parts together, for what is the same on all ranks; ``counts`` None: ranks ask each other."""
-    ranks = group_of(group)
-    if ranks.world_size == 1:
-        return tensor
-    return _Gather.apply(tensor, ranks, dim, _part_counts(tensor, ranks, dim, counts))
+    return _along(_Gather, _part_counts, tensor, group_of(group), dim, counts)
 
 
 @_outside_graphs
@@ -92,10 +86,7 @@ def reduce_scatter(
     counts: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """This rank's part of the sum of the ranks' tensors; ``counts`` None: as even as can be."""
-    ranks = group_of(group)
-    if ranks.world_size == 1:
-        return tensor
-    return _ReduceScatter.apply(tensor, ranks, dim, _whole_counts(tensor, ranks, dim, counts))
+    return _along(_ReduceScatter, _whole_counts, tensor, group_of(group), dim, counts)
 
 
 @_outside_graphs
@@ -106,10 +97,21 @@ def all_gather(
     counts: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """All ranks' parts together, for work that they share; ``counts`` None: ranks ask each other."""
-    ranks = group_of(group)
+    return _along(_AllGather, _part_counts, tensor, group_of(group), dim, counts)
+
+
+def _along(
+    function: type[torch.autograd.Function],
+    find_counts: Callable[[torch.Tensor, Group, int, Sequence[int] | None], list[int]],
+    tensor: torch.Tensor,
+    ranks: Group,
+    dim: int,
+    counts: Sequence[int] | None,
+) -> torch.Tensor:
+    """What a function makes of a tensor whose dimension the ranks share."""
     if ranks.world_size == 1:
         return tensor
-    return _AllGather.apply(tensor, ranks, dim, _part_counts(tensor, ranks, dim, counts))
+    return function.apply(tensor, ranks, dim, find_counts(tensor, ranks, dim, counts))
 
 
 # ---- how many elements each rank has --------------------------------------------------------------------------------
