@@ -20,12 +20,13 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 
 import torch
 import torch.distributed as dist
 from links import DEVICE, hosts
 from machine import cpu_model
+from ranks import quartiles
 from torch import nn
 
 import pycomm
@@ -136,10 +137,9 @@ def compare(
     found = []
     for (name, _), advice in zip(COMPRESSIONS.items(), advices, strict=True):
         gains = [row["none"] / row[name] for row in rows]
-        low, middle, high = quantiles(gains, n=4)
         where = f"{megabits} Mbit/s" if megabits else "shared memory"
         seconds = median(row[name] for row in rows)
-        found.append(Comparison(where, name, seconds, (low, middle, high), advice.gain))
+        found.append(Comparison(where, name, seconds, quartiles(gains), advice.gain))
     return found
 
 

@@ -16,10 +16,11 @@ import time
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 
 import torch
 import torch.distributed as dist
+from ranks import quartiles
 
 from pycomm import Communicator
 from pycomm.config import config
@@ -108,9 +109,9 @@ def main() -> int:
     print("| variant | median | against the last |\n|---|---:|---:|")
     for index, name in enumerate(VARIANTS):
         ratios = [row[index] / row[-1] for row in rows]
-        low, _, high = quantiles(ratios, n=4)
+        low, middle, high = quartiles(ratios)
         time_of = median(row[index] for row in rows)
-        print(f"| {name} | {time_of:.0f} ns | {median(ratios):.3f} [{low:.3f}-{high:.3f}] |")
+        print(f"| {name} | {time_of:.0f} ns | {middle:.3f} [{low:.3f}-{high:.3f}] |")
     return 0
 
 

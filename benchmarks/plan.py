@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ import torch.distributed as dist
 from ddp import MODELS, step
 from links import DEVICE, PAYLOAD, hosts
 from machine import cpu_model, others_share, read_clock
+from ranks import quartiles
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDdp
 from words import format_bytes
@@ -234,13 +235,6 @@ class Row:
     fitted: bool = False  # to this very measurement
 
 
-def quartiles(values: list[float]) -> tuple[float, float, float]:
-    if len(values) < 2:
-        raise pycomm.InvalidArgument("others had a core all the time")
-    low, middle, high = quantiles(values, n=4)
-    return low, middle, high
-
-
 def row_of(where: str, what: str, values: list[float], predicted: float) -> Row:
     """With what was predicted once, for all repeats."""
     found = quartiles(values)
@@ -253,6 +247,8 @@ def compare_regime(
     """A link per repeat, in which all sizes were measured while the cores were as near or far; medians of those."""
     sizes = tuple(sorted((*fitted, *sizes)))
     whole = [row for row in repeats if all(str(size) in row for size in sizes)]
+    if len(whole) < 2:
+        raise pycomm.InvalidArgument("others had a core all the time")
     if sizes[0] > 4 * M:  # memory is as far from all cores, and too many share it for one repeat
         middle = {str(size): median(row[str(size)] for row in whole) for size in fitted}
         links = [fit_link([Sample(n, middle[str(n)], algorithm) for n in fitted], 2)] * len(whole)

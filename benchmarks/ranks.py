@@ -46,6 +46,6 @@ def _next(answers: Any, ranks: Sequence[Any]) -> Any:
 
 
 def quartiles(values: list[float]) -> tuple[float, float, float]:
-    """The lower one, the median and the upper one."""
-    low, middle, high = quantiles(values, n=4)
+    """The lower one, the median and the upper one; between the values, be they only two."""
+    low, middle, high = quantiles(values, n=4, method="inclusive")
     return low, middle, high

@@ -20,6 +20,7 @@ import pytest
 import rows
 from collectives import Driver, Settings, WrongResult, cases_of
 from names import BOUND, COMMUNICATOR, FLOOR, GLOO, OPEN_MPI, PYCOMM
+from ranks import quartiles
 
 from pycomm.extension import core
 
@@ -290,3 +291,13 @@ def test_tensor_parallel(tmp_path: Path) -> None:
         assert 0 < float(row[5]) <= float(found[0][5])
     assert printed.count("times as fast as") == 4
     assert picture.stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    "values", [[1.0, 30.0], [5.0, 0.1, 2.0], [3.0] * 4, [float(i) for i in range(9)]]
+)
+def test_quartiles_lie_among_the_values(values: list[float]) -> None:
+    """Of two that are far apart, too: no time is negative."""
+    low, middle, high = quartiles(values)
+    assert min(values) <= low <= middle <= high <= max(values)
+    assert middle == np.median(values)

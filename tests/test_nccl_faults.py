@@ -13,6 +13,7 @@ import pytest
 import torch
 from fake_nccl import build
 from harness import DIED, Refused, attempt, run
+from strangers import until
 from test_nccl_communicator import ranks
 
 from pycomm.extension import core
@@ -149,7 +150,7 @@ def test_a_kernel_that_hangs(version: str, tmp_path: Path) -> None:
         t = torch.ones(2)
         result = attempt(lambda: comm.all_reduce(t, async_op=True).synchronize())
         failure = comm.failure_cause()
-        state = comm._comm_state(0)
+        state = until(lambda: (now := comm._comm_state(0)) != "ready" and now)
         record = comm.records(fake.rank)[-1]["state"]
         comm.shutdown()
         return result, failure["cause"], state, record

@@ -65,7 +65,7 @@ class Row:
     def shares(self) -> tuple[float, float, float]:
         """Quartiles of the share; the second is the median."""
         found = [copy / own for copy, own in zip(self.copy_seconds, self.seconds, strict=True)]
-        low, _, high = quantiles(found, n=4)
+        low, _, high = quantiles(found, n=4, method="inclusive")
         return low, median(found), high
 
     def words(self) -> str:
