@@ -13,7 +13,7 @@ SANITIZE := tests/cpp/run.sh
 
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: build demo gpt elastic test test-programs test-ranks test-gpu test-nvcc faults peer clients bench bench-peers lint format sanitize clean
+.PHONY: build demo gpt elastic test test-programs test-ranks test-long test-gpu test-nvcc faults peer clients bench bench-peers lint format sanitize clean
 
 $(INSTALLED): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -44,7 +44,11 @@ endif
 test-programs:
 	nice -n 19 $(BIN)/python -m pytest $(PROGRAMS)
 test-ranks:
-	$(BIN)/python -m pytest $(PROGRAMS:%=--ignore=%)
+	$(BIN)/python -m pytest -m 'not long' $(PROGRAMS:%=--ignore=%)
+
+# Whole examples and benchmarks, and gigabytes: the same checks on more.
+test-long: build
+	$(BIN)/python -m pytest -m long $(ARGS)
 
 # The CUDA kernels on the GPU that is here: right to the bit, and as fast as a copy. With any python3 that has torch.
 test-gpu:

@@ -105,6 +105,7 @@ def test_a_barrier_is_one_case_and_one_rank_has_no_peer_to_send_to() -> None:
     assert [case.op for case in cases_of(cast("Settings", chosen))] == ["barrier"]
 
 
+@pytest.mark.long
 def test_a_short_run_writes_results_tables_and_plots(tmp_path: Path) -> None:
     command = [sys.executable, "benchmarks/collectives.py", "--ops", "all_reduce,barrier"]
     command += ["--sizes", "8,1K", "--repeats", "7", "--min-time", "0.1", "--out", str(tmp_path)]
@@ -124,6 +125,7 @@ def test_a_short_run_writes_results_tables_and_plots(tmp_path: Path) -> None:
     assert not bars.bars_table(run)[1], "sizes that were not measured must fail"
 
 
+@pytest.mark.long
 def test_thresholds() -> None:
     """All four comparisons, with times in microseconds or more."""
     ended = subprocess.run(
@@ -158,6 +160,7 @@ def table_rows(printed: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
+@pytest.mark.long
 def test_accuracy(tmp_path: Path) -> None:
     """Every compressor trains both tasks, and the tables say what the runs gave."""
     picture, record = tmp_path / "accuracy.png", tmp_path / "runs.json"
@@ -209,6 +212,7 @@ def test_accuracy_compares_within_a_seed_and_judges_by_the_noise() -> None:
     ]
 
 
+@pytest.mark.long
 def test_codecs(tmp_path: Path) -> None:
     """Every layout, instruction set, codec and operation is measured, and against what it says."""
     picture, record = tmp_path / "codecs.png", tmp_path / "codecs.json"
@@ -237,6 +241,7 @@ def test_codecs(tmp_path: Path) -> None:
     assert picture.stat().st_size > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("links", ["", "1000"])
 def test_advise(tmp_path: Path, links: str) -> None:
     """Every compression is measured and predicted, over shared memory and a shaped link."""
@@ -263,6 +268,7 @@ def test_advise(tmp_path: Path, links: str) -> None:
     assert "pycomm" not in remaining
 
 
+@pytest.mark.long
 def test_tensor_parallel(tmp_path: Path) -> None:
     """Every variant is checked and timed; memory is what the sizes say."""
     picture, record = tmp_path / "picture.png", tmp_path / "rows.json"

@@ -14,6 +14,7 @@ from harness import Refused, attempt, run
 
 import pycomm
 import pycomm.config
+from pycomm import rendezvous
 from pycomm.config import BUILD_VARIABLES, TEST_VARIABLES, Config, table
 from pycomm.extension import check_versions, minor
 
@@ -123,6 +124,7 @@ def test_values_that_shared_memory_cannot_take(
     """Every rank's init says what is wrong with the setting; nobody waits for an offer."""
 
     def worker(rank: int, n: int) -> Refused | None:
+        rendezvous.COME_AGAIN = 0.5  # what a rank that comes after rank 0's error waits
         method = f"file://{tmp_path}/store"
 
         def init() -> None:

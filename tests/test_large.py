@@ -34,6 +34,7 @@ def positions(count: int) -> list[int]:
     return sorted({p for p in [0, 1, count // 3, count - 2, count - 1, *around] if p < count})
 
 
+@pytest.mark.long
 def test_more_than_2_31_elements() -> None:
     """int8 tensors of 2**31 + 5 elements: all_reduce through the Communicator, broadcast through dist."""
     count = 2**31 + 5
@@ -60,6 +61,7 @@ def test_more_than_2_31_elements() -> None:
     assert run(2, worker, wall=120, group_timeout=60) == [[]] * 2
 
 
+@pytest.mark.long
 def test_more_than_2_31_bytes() -> None:
     """A float32 all_gather in place into more than 2**31 bytes, and parts that long or that far away."""
     count = 2**28 + 3  # of float32: 1 GiB and a little

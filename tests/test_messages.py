@@ -110,6 +110,7 @@ def _memory_available() -> int:
     return 0
 
 
+@pytest.mark.long
 @pytest.mark.skipif(_memory_available() < 8 << 30, reason="needs 8 GB of free memory")
 def test_more_than_two_to_the_31_bytes() -> None:
     """Counts and positions are 64 bits wide."""

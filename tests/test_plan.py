@@ -642,6 +642,7 @@ def test_the_command_explains_itself() -> None:
 # ---- the comparison
 
 
+@pytest.mark.long
 def test_the_comparison_runs(tmp_path: Path) -> None:
     """All of it, with few sizes; how near the predictions come is not asked of a busy machine, which may spoil some."""
     links = "300" if os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc") else ""

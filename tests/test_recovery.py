@@ -480,6 +480,7 @@ def test_the_line_of_a_call() -> None:
 # ---- the example
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("extra", [[], ["--rejoin"]])
 def test_elastic_training_in_process(extra: list[str], tmp_path: Path) -> None:
     """One of three is killed in mid-epoch: the result is that of an undisturbed run, within 1 %."""
@@ -497,6 +498,7 @@ def test_elastic_training_in_process(extra: list[str], tmp_path: Path) -> None:
     assert abs(accuracies[0] - accuracies[1]) <= 0.01
 
 
+@pytest.mark.long
 def test_elastic_training_under_torchrun(tmp_path: Path) -> None:
     """All start again from the newest checkpoint, and the accuracy is reached."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

@@ -23,6 +23,7 @@ def torchrun(script: Path, *arguments: str, ranks: int = 2, may_abort: bool = Fa
     return done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14),
     reason="torch finds backends by entry point since 2.14; before, the script needs `import pycomm`",
@@ -37,6 +38,7 @@ def test_plain_torch_ddp_gives_the_losses_of_gloo() -> None:
     assert ours[-1] < 0.7 * ours[0]
 
 
+@pytest.mark.long
 def test_the_demo_trains_as_on_gloo(tmp_path: Path) -> None:
     """With two ranks a mean is the same halved sum on both backends, so whole histories are equal."""
     histories = []

@@ -43,6 +43,7 @@ def losses_of(out: Path) -> list[float]:
     return losses
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "split",
     [
@@ -65,6 +66,7 @@ def test_losses_are_those_of_one_rank(split: list[str], one_rank: Path, tmp_path
     assert (tmp_path / "loss.png").stat().st_size > 10_000
 
 
+@pytest.mark.long
 def test_what_does_not_fit_is_said(one_rank: Path, tmp_path: Path) -> None:
     """Another training, other losses, and sizes that cannot be."""
     other = ["--compare", str(one_rank), "--out", str(tmp_path)]
