@@ -25,6 +25,7 @@ from pycomm.extension import core as _core_module
 from pycomm.flight import stats
 from pycomm.gpu_memory import gpu_pool, register_pool
 from pycomm.memory import empty
+from pycomm.mesh import init_mesh
 from pycomm.recovery import shrink
 from pycomm.rendezvous import create_communicator
 
@@ -50,6 +51,8 @@ __all__ = [
     "empty",
     "get_communicator",
     "gpu_pool",
+    "init_mesh",
+    "pipeline",
     "register_pool",
     "shrink",
     "stats",
@@ -59,9 +62,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> ModuleType:
-    """``pycomm.tensor_parallel`` is imported when it is first asked for: torch's compiler takes a second."""
-    if name == "tensor_parallel":
-        return importlib.import_module("pycomm.tensor_parallel")
+    """These are imported when first asked for: what they need of torch takes a second."""
+    if name in ("pipeline", "tensor_parallel"):
+        return importlib.import_module(f"pycomm.{name}")
     raise AttributeError(f"module 'pycomm' has no attribute {name!r}")
 
 

@@ -1,4 +1,4 @@
-"""What optimizers need in parallel training: a loss scale on which all ranks agree, and the whole model's norm."""
+"""What optimizers need in parallel training: one loss scale, the whole model's norm, and rates of stages."""
 
 from __future__ import annotations
 
@@ -10,8 +10,17 @@ import torch.distributed as dist
 
 from pycomm.clipping import clip_grad_norm_
 from pycomm.errors import InvalidArgument
+from pycomm.stage_lr import GradientNorm, OwnLoss, Schedule, StageLR, UpdateRatio
 
-__all__ = ["GradScaler", "clip_grad_norm_"]
+__all__ = [
+    "GradScaler",
+    "GradientNorm",
+    "OwnLoss",
+    "Schedule",
+    "StageLR",
+    "UpdateRatio",
+    "clip_grad_norm_",
+]
 
 
 class GradScaler(torch.amp.GradScaler):

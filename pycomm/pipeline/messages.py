@@ -1,0 +1,95 @@
+"""Messages between a pipeline's ranks: tagged by stage, microbatch and direction, received where they were posted."""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pycomm.errors import InvalidArgument
+from pycomm.pipeline.schedules.action import Action, Kind
+from pycomm.pipeline.values import Layout, Meta
+
+#: Of one message of the schedule: its tensors, then the length of its layout, and the layout.
+TENSORS: Final = 62
+_LENGTH, _LAYOUT, _TAGS = TENSORS, TENSORS + 1, TENSORS + 2
+_MOST_TAG: Final = 2**31 - 1
+
+
+class Posted:
+    """A message that is expected."""
+
+    def __init__(self, tensors: list[Tensor], works: list[Any]) -> None:
+        self.tensors, self._works = tensors, works
+
+    def wait(self) -> list[Tensor]:
+        """Its tensors, once they are there; raises what the group says of a rank that is gone or late."""
+        for work in self._works:
+            work.wait()
+        return self.tensors
+
+
+class Mail:
+    """What one rank sends and receives in its group; sends are waited for at the end, and keep their tensors."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, stages: int, microbatches: int
+    ) -> None:
+        self.group, self.device, self.microbatches = group, device, microbatches
+        self.end = stages * microbatches * 2 * _TAGS
+        if self.end + _TAGS * stages > _MOST_TAG:
+            raise InvalidArgument(
+                f"{stages} stages x {microbatches} microbatches are more messages than there are tags"
+            )
+        self._sending: deque[tuple[Any, Tensor]] = deque()
+
+    def tag(self, action: Action) -> int:
+        """The first one of a message's; the same for its send and its receive."""
+        stage, kind, microbatch = action
+        is_forward = kind in (Kind.SEND_F, Kind.RECV_F)
+        boundary = stage if kind in (Kind.SEND_F, Kind.RECV_B) else stage - 1
+        return ((boundary * self.microbatches + microbatch) * 2 + is_forward) * _TAGS
+
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
+        """Starts it; the tensors are left alone until flush()."""
+        if len(tensors) > TENSORS:
+            raise InvalidArgument(
+                f"a stage hands on {len(tensors)} tensors, but a message has {TENSORS} at most"
+            )
+        for index, tensor in enumerate(tensors):
+            whole = tensor.contiguous()
+            self._sending.append((self.group.send([whole], peer, tag + index), whole))
+        while self._sending and self._sending[0][0].is_completed():
+            self._sending.popleft()[0].wait()
+
+    def post(self, metas: Sequence[Meta], peer: int, tag: int) -> Posted:
+        """Expects tensors like these."""
+        tensors = [meta.empty(self.device) for meta in metas]
+        works = [self.group.recv([t], peer, tag + i) for i, t in enumerate(tensors)]
+        return Posted(tensors, works)
+
+    def send_layout(self, layout: Layout, peer: int, tag: int) -> None:
+        """Ahead of a message whose receiver does not know it."""
+        text = torch.frombuffer(bytearray(pickle.dumps(layout)), dtype=torch.uint8).to(self.device)
+        length = torch.tensor([len(text)], device=self.device)
+        for part, offset in ((length, _LENGTH), (text, _LAYOUT)):
+            self._sending.append((self.group.send([part], peer, tag + offset), part))
+
+    def receive_layout(self, peer: int, tag: int) -> Layout:
+        """Waits for it."""
+        length = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.group.recv([length], peer, tag + _LENGTH).wait()
+        text = torch.empty(int(length), dtype=torch.uint8, device=self.device)
+        self.group.recv([text], peer, tag + _LAYOUT).wait()
+        layout: Layout = pickle.loads(text.cpu().numpy().tobytes())
+        return layout
+
+    def flush(self) -> None:
+        """Waits until all that was sent is out of this rank's hands."""
+        while self._sending:
+            self._sending.popleft()[0].wait()

@@ -1,0 +1,257 @@
+"""One call of a pipeline: what there is of every microbatch, and what each kind of action does with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from pycomm.errors import InvalidArgument, MismatchError
+from pycomm.pipeline import backward
+from pycomm.pipeline.agreement import Agreement
+from pycomm.pipeline.messages import Posted
+from pycomm.pipeline.program import Program
+from pycomm.pipeline.schedules import Action, Kind
+from pycomm.pipeline.stage import Forwarded, Handed, slice_batch
+from pycomm.pipeline.values import map_tensors, take_apart, tensors_of
+
+if TYPE_CHECKING:
+    from pycomm.pipeline.runtime import Pipeline
+
+
+class Step:
+    """One call: what there is of every microbatch, and the actions that change it."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        program: Program,
+        agreed: Agreement,
+        inputs: Any,
+        target: Any,
+        loss_scale: float,
+    ) -> None:
+        self.pipeline, self.program, self.mail = pipeline, program, pipeline.mail
+        self.inputs, self.target, self.loss_scale = inputs, target, loss_scale
+        self.rows, self.size = agreed.rows, agreed.size
+        self.layouts, self.fresh = pipeline.layouts_of(agreed)
+        self.losses: list[Tensor] = []
+        self.outputs: list[Any] = []
+        self.loss: Tensor | None = None
+        self.where = "nothing has begun"
+        self.peak = 0
+        self._weight_loss: list[float] = []
+        self._handed: dict[tuple[int, int], Handed] = {}
+        self._going: dict[tuple[int, int], Handed] = {}
+        self._forwarded: dict[tuple[int, int], Forwarded] = {}
+        self._gradients: dict[tuple[int, int], list[Tensor | None]] = {}
+        self._returning: dict[tuple[int, int], list[Tensor]] = {}
+        self._weights: dict[tuple[int, int], backward.WeightPart] = {}
+        self._posted: dict[Action, Posted] = {}
+        self.act: dict[Kind, Callable[[Action], None]] = {
+            Kind.F: self.forward,
+            Kind.B: self.backward,
+            Kind.I: self.backward_input,
+            Kind.W: self.backward_weight,
+            Kind.SEND_F: self.send_forward,
+            Kind.RECV_F: self.receive_forward,
+            Kind.SEND_B: self.send_backward,
+            Kind.RECV_B: self.receive_backward,
+        }
+
+    def play(self) -> None:
+        """All of it."""
+        program, tied = self.program, self.pipeline.tied if self.program.trains else None
+        if tied:
+            tied.set_aside()
+        for index, action in enumerate(program.actions):
+            if not self.fresh:
+                for message in program.posts[index]:
+                    self.post(message)
+            self.where = f"rank {self.pipeline.group.rank}, {action}"
+            self.act[action.kind](action)
+            if index in program.ends:
+                self.average(action.stage)
+        self.where = f"rank {self.pipeline.group.rank}, behind the last action"
+        if tied:
+            tied.sum()
+            if self.pipeline.averages:
+                self.pipeline.replicas.start(tied.parameters)
+        if program.trains:
+            self.pipeline.replicas.finish()
+        if self.mail is not None:
+            self.mail.flush()
+        self.conclude()
+
+    def average(self, stage: int) -> None:
+        """Starts what replicas have to do with a stage's gradients, but for tied ones, which are summed first."""
+        if not self.pipeline.averages:
+            return
+        tied = {id(p) for p in self.pipeline.tied.parameters} if self.pipeline.tied else set()
+        own = self.pipeline.stages[stage].module.parameters()
+        self.pipeline.replicas.start(p for p in own if id(p) not in tied)
+
+    # ---- forward
+
+    def forward(self, action: Action) -> None:
+        """F."""
+        stage, place = self.pipeline.stages[action.stage], (action.stage, action.microbatch)
+        begin, end = self.rows[action.microbatch]
+        leaves: list[Tensor] = []
+        if stage.is_first:
+            output, skips = stage.forward(slice_batch(self.inputs, begin, end), {})
+        else:
+            arguments, skips, leaves = self._handed.pop(place).as_leaves(self.program.trains)
+            output, skips = stage.forward(arguments, skips)
+        if stage.is_last:
+            outputs = self.finish_output(output, skips, begin, end)
+            self._forwarded[place] = Forwarded(leaves, outputs)
+        else:
+            handed, outputs = Handed.of(output, skips)
+            self._forwarded[place] = Forwarded(leaves, outputs)
+            if (action.stage + 1) in self.pipeline.stages:
+                self._handed[action.stage + 1, action.microbatch] = handed
+            else:
+                self._going[place] = handed
+        if not self.program.trains:
+            del self._forwarded[place]
+        self.peak = max(self.peak, len(self._forwarded) + len(self._weights))
+
+    def finish_output(
+        self, output: Any, skips: dict[str, Tensor], begin: int, end: int
+    ) -> list[Tensor]:
+        """Of the last stage: notes the loss, and returns what backward begins with."""
+        if skips:
+            raise InvalidArgument(f"put aside, and never taken out: {sorted(skips)}")
+        if not self.program.trains:
+            self.outputs.append(output)
+        if not self.program.trains and self.target is None:
+            return []
+        target = () if self.target is None else (slice_batch(self.target, begin, end),)
+        loss = self.pipeline.loss_fn(output, *target) if self.pipeline.loss_fn else output
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise InvalidArgument(
+                f"the loss of a microbatch must be a tensor of one element, not {take_apart(loss)[1]}"
+            )
+        share = (end - begin) / self.size
+        self.losses.append(loss.detach())
+        self._weight_loss.append(share)
+        return [loss * (share * self.loss_scale)] if loss.requires_grad else []
+
+    # ---- backward
+
+    def backward(self, action: Action) -> None:
+        """B."""
+        place = (action.stage, action.microbatch)
+        record = self._forwarded.pop(place)
+        gradients = self._gradients.pop(place, [None] * len(record.outputs))
+        found = backward.full(record.outputs, gradients, record.inputs) if record.outputs else []
+        self.hand_back(place, record.inputs, found)
+
+    def backward_input(self, action: Action) -> None:
+        """I."""
+        place = (action.stage, action.microbatch)
+        record = self._forwarded.pop(place)
+        gradients = self._gradients.pop(place, [None] * len(record.outputs))
+        found: list[Tensor | None] = []
+        if record.outputs and self.pipeline.stages[action.stage].checkpoint:
+            found = backward.full(record.outputs, gradients, record.inputs)
+        elif record.outputs:
+            found, left = backward.input_part(record.outputs, gradients, record.inputs)
+            if left.branches or left.roots:
+                self._weights[place] = left
+        self.hand_back(place, record.inputs, found)
+
+    def backward_weight(self, action: Action) -> None:
+        """W."""
+        left = self._weights.pop((action.stage, action.microbatch), None)
+        if left:
+            backward.weight_part(left)
+
+    def hand_back(
+        self, place: tuple[int, int], leaves: list[Tensor], gradients: list[Tensor | None]
+    ) -> None:
+        """The gradients of a stage's input, zeros where backward found none, to the stage before."""
+        stage, microbatch = place
+        if stage == 0:
+            return
+        padded = [*gradients, *[None] * (len(leaves) - len(gradients))]
+        whole = [
+            torch.zeros_like(leaf) if gradient is None else gradient
+            for leaf, gradient in zip(leaves, padded, strict=True)
+        ]
+        if stage - 1 in self.pipeline.stages:
+            self._gradients[stage - 1, microbatch] = list(whole)
+        else:
+            self._returning[place] = whole
+
+    # ---- messages
+
+    def post(self, action: Action) -> None:
+        """Expects a message of a known layout."""
+        assert self.mail is not None
+        if action.kind == Kind.RECV_F:
+            metas = self.layouts[action.stage, action.microbatch].tensors
+        else:
+            metas = self.layouts[action.stage + 1, action.microbatch].gradients
+        peer = self.program.peers[action]
+        self._posted[action] = self.mail.post(metas, peer, self.mail.tag(action))
+
+    def send_forward(self, action: Action) -> None:
+        """SEND_F."""
+        assert self.mail is not None
+        handed = self._going.pop((action.stage, action.microbatch))
+        peer, tag = self.program.peers[action], self.mail.tag(action)
+        place = (action.stage + 1, action.microbatch)
+        if self.fresh:
+            self.mail.send_layout(handed.layout, peer, tag)
+            self.layouts[place] = handed.layout
+        elif handed.layout != self.layouts[place]:
+            raise MismatchError(
+                f"stage {action.stage} hands on {handed.layout} as microbatch {action.microbatch}, but "
+                f"{self.layouts[place]} in an earlier step with the same inputs' shapes; Pipeline(dynamic=True) "
+                "lets it"
+            )
+        self.mail.send(handed.tensors, peer, tag)
+
+    def receive_forward(self, action: Action) -> None:
+        """RECV_F."""
+        assert self.mail is not None
+        place = (action.stage, action.microbatch)
+        if self.fresh:
+            peer = self.program.peers[action]
+            self.layouts[place] = self.mail.receive_layout(peer, self.mail.tag(action))
+            self.post(action)
+        self._handed[place] = Handed(self._posted.pop(action).wait(), self.layouts[place])
+
+    def send_backward(self, action: Action) -> None:
+        """SEND_B."""
+        assert self.mail is not None
+        gradients = self._returning.pop((action.stage, action.microbatch))
+        self.mail.send(gradients, self.program.peers[action], self.mail.tag(action))
+
+    def receive_backward(self, action: Action) -> None:
+        """RECV_B."""
+        if self.fresh:
+            self.post(action)
+        arrived: list[Tensor | None] = list(self._posted.pop(action).wait())
+        self._gradients[action.stage, action.microbatch] = arrived
+
+    # ---- results
+
+    def conclude(self) -> None:
+        """The mean loss."""
+        if self.losses:
+            wide = torch.stack([loss.reshape(()) for loss in self.losses])
+            wide = wide.to(torch.promote_types(wide.dtype, torch.float32))
+            self.loss = (wide * wide.new_tensor(self._weight_loss)).sum()
+
+    def output(self) -> Any:
+        """Of all microbatches, one behind the other; None where the last stage is elsewhere."""
+        if not self.outputs:
+            return None
+        parts = [tensors_of(output) for output in self.outputs]
+        joined = iter([torch.cat(rows) for rows in zip(*parts, strict=True)])
+        return map_tensors(lambda _: next(joined), self.outputs[0])
