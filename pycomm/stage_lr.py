@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -154,9 +154,8 @@ class StageLR:
         self._signals = {name: signal for name, (_, signal) in stages.items()}
         self._parameters = {name: _parameters_of(stage) for name, (stage, _) in stages.items()}
         self._check()
-        self._groups = {
-            name: _separated(optimizer, parameters) for name, parameters in self._parameters.items()
-        }
+        for parameters in self._parameters.values():
+            _separate(optimizer, parameters)
         self._factors = dict.fromkeys(stages, 1.0)
         self._measured = dict.fromkeys(stages, math.nan)
         self._before: dict[str, list[Tensor]] = {}
@@ -224,7 +223,7 @@ class StageLR:
             factor = self._factors[name] = signal.factor(self.steps, self._measured[name])
             if not 0 < factor < math.inf:
                 raise InvalidArgument(f"the signal of {name!r} is {factor}, not a positive factor")
-            for group in self._groups[name]:
+            for group in _groups_of(self.optimizer, self._parameters[name]):
                 group["lr"] = group["lr"] / before[name] * factor
 
     # ---- what is measured in the optimizer's step
@@ -270,21 +269,19 @@ def _parameters_of(stage: Stage) -> list[nn.Parameter]:
     return found
 
 
-def _separated(
+def _groups_of(
     optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]
 ) -> list[dict[str, Any]]:
-    """The optimizer's groups of these alone; where a group has others too, it is taken apart."""
+    """Those that have some of these; looked up each time, as loading a state makes new ones."""
     wanted = {id(parameter) for parameter in parameters}
-    found = []
-    for group in list(optimizer.param_groups):
+    return [g for g in optimizer.param_groups if any(id(p) in wanted for p in g["params"])]
+
+
+def _separate(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    """Takes groups apart that have these and others."""
+    wanted = {id(parameter) for parameter in parameters}
+    for group in _groups_of(optimizer, parameters):
         own = [p for p in group["params"] if id(p) in wanted]
-        if not own:
-            continue
-        if len(own) == len(group["params"]):
-            found.append(group)
-            continue
-        group["params"] = [p for p in group["params"] if id(p) not in wanted]
-        apart = {key: value for key, value in group.items() if key != "params"}
-        optimizer.param_groups.append({**apart, "params": own})
-        found.append(optimizer.param_groups[-1])
-    return found
+        if len(own) < len(group["params"]):
+            group["params"] = [p for p in group["params"] if id(p) not in wanted]
+            optimizer.param_groups.append({**group, "params": own})

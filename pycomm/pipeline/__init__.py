@@ -14,7 +14,7 @@ _MODULES = {
     "Pipeline": "runtime",
     "PipelineStage": "stage",
     "pop": "skip",
-    "split": "split",
+    "split": "cut",
     "stash": "skip",
 }
 

@@ -16,7 +16,8 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
     if own is not None:
         return {_key(name): layer for name, layer in dict(own()).items()}
     if isinstance(model, nn.Sequential):
-        return dict(model.named_children())
+        # Not named_children(): that leaves out a module that is there again.
+        return {name: layer for name, layer in model._modules.items() if layer is not None}
     kind = type(model).__name__
     if kind == "GPT2LMHeadModel":
         return _gpt2(model)
