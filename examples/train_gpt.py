@@ -4,13 +4,15 @@
     python examples/train_gpt.py --tp 1 --out runs/gpt-1   # the whole model on one rank
     python examples/train_gpt.py --tp 2 --compare runs/gpt-1   # ... and both step by step
     python examples/train_gpt.py --dp 2 --tp 2 --sequence-parallel --compare runs/gpt-1
+    python examples/train_gpt.py --pp 2 --tp 1 --schedule zb_h1 --compare runs/gpt-1   # each has half of them
     torchrun --nproc-per-node 2 examples/train_gpt.py      # torchrun has started the ranks
 
 What it shows: the layers of `pycomm.tensor_parallel` in a model, which are ordinary layers where there is one rank,
 and what else training with them needs: groups from a device mesh, the loss of logits that stay split, a clipped norm
-of the whole model's gradients, and data parallelism across. The result does not depend on how it is split: the same
-seed gives the same weights, every step the same samples, and `--compare` holds the losses against another run's, to
-`--tolerance`. At the end parameters that several ranks hold must be bit-identical on all of them.
+of the whole model's gradients, data parallelism across, and `pycomm.pipeline` where ranks have some of the layers. The
+result does not depend on how it is split: the same seed gives the same weights, every step the same samples, and
+`--compare` holds the losses against another run's, to `--tolerance`. At the end parameters that several ranks hold must
+be bit-identical on all of them.
 
 The text is that of `pydoc_data.topics`, which every Python brings along (its length differs between versions), letter
 by letter; the last tenth is for testing. `--out` receives `loss.png` and `metrics.json`, in which
@@ -41,7 +43,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from starting import count, ranks_that_differ, start_ranks, threads_per_rank
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import OneCycleLR
@@ -49,6 +51,8 @@ from torch.optim.lr_scheduler import OneCycleLR
 import pycomm
 from pycomm import tensor_parallel as tp
 from pycomm.optim import clip_grad_norm_
+from pycomm.pipeline import Pipeline, PipelineStage, split
+from pycomm.pipeline.schedules import NAMES, build
 
 EPILOG = """\
 exit codes:
@@ -61,6 +65,8 @@ examples:
   %(prog)s --compare runs/gpt-1                         two ranks share every layer: the same losses
   %(prog)s --sequence-parallel --compare runs/gpt-1     the norms' activations are split, too
   %(prog)s --dp 2 --tp 2 --compare runs/gpt-1           two such pairs, each with half of a batch
+  %(prog)s --pp 4 --tp 1 --compare runs/gpt-1           four ranks, each with some of the layers
+  %(prog)s --pp 2 --tp 2 --compare runs/gpt-1           two stages, whose layers two ranks share each
 """
 
 
@@ -186,7 +192,9 @@ class Text:
     def tests(self, replica: int, replicas: int) -> list[tuple[Tensor, Tensor]]:
         """A data parallel rank's share of batches of the last tenth."""
         starts = torch.arange(self.seen, len(self.text) - self.positions, 8 * self.positions)
-        return [self.windows(some) for some in starts[replica::replicas].split(self.batch_size)]
+        own = starts[replica::replicas]
+        batches = -(-len(own) // self.batch_size)  # of about the same size
+        return [self.windows(some) for some in own.tensor_split(batches)]
 
 
 # Training
@@ -197,39 +205,64 @@ class Training:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.text = args, Text(args)
-        # A dimension for every kind of parallelism: a pipeline's stages would be one between these.
-        mesh = init_device_mesh("cpu", (args.dp, args.tp), mesh_dim_names=("dp", "tp"))
-        self.data, self.tensor = mesh["dp"], mesh["tp"]
-        split = Split(self.tensor, args.sequence_parallel, args.overlap_chunks)
+        mesh = pycomm.init_mesh(dp=args.dp, pp=args.pp, tp=args.tp)
+        self.data, self.stages, self.tensor = mesh["dp"], mesh["pp"], mesh["tp"]
+        how = Split(self.tensor, args.sequence_parallel, args.overlap_chunks)
         torch.manual_seed(
             args.seed
         )  # the same on all ranks, which take their parts of the same weights
-        self.module = make_model(args, self.text.letters, split)
-        self.model: nn.Module = self.module
-        if args.dp > 1:
+        whole = make_model(args, self.text.letters, how)
+        self.pipeline: Pipeline | None = None
+        self.module: nn.Module = whole
+        self.model: nn.Module = whole
+        if args.pp > 1:
+            self.pipeline = self.make_pipeline(whole)
+            self.module = nn.ModuleList(s.module for s in self.pipeline.stages.values())
+        elif args.dp > 1:
             group = self.data.get_group()
             self.model = pycomm.DistributedDataParallel(self.module, process_group=group)
         self.optimizer = AdamW(self.module.parameters(), args.lr, betas=(0.9, 0.95), eps=1e-6)
         self.schedule = OneCycleLR(self.optimizer, args.lr, total_steps=args.steps)
+
+    def make_pipeline(self, whole: nn.Sequential) -> Pipeline:
+        """This rank's stages; the other layers are forgotten."""
+        schedule = build(self.args.schedule, self.args.pp, self.args.microbatches)
+        parts = split(whole, schedule.stages)
+        own = schedule.stages_of(self.stages.get_local_rank())
+        stages = [PipelineStage(parts[i], i, len(parts), self.stages) for i in own]
+        return Pipeline(schedule, stages, loss_fn=self.loss, data_group=self.data)
 
     @cached_property
     def share(self) -> tuple[int, int]:
         """Which data parallel replica this is, and of how many."""
         return self.data.get_local_rank(), self.data.size()
 
-    def loss(self, model: nn.Module, letters: Tensor, following: Tensor) -> Tensor:
+    def loss(self, logits: Tensor, following: Tensor) -> Tensor:
         """Mean cross-entropy; no rank ever has all logits."""
-        return tp.vocab_parallel_cross_entropy(model(letters), following, group=self.tensor)
+        return tp.vocab_parallel_cross_entropy(logits, following, group=self.tensor)
+
+    def learn(self, letters: Tensor, following: Tensor) -> Tensor:
+        """Return a batch's mean loss, with gradients that are averaged over the replicas."""
+        if self.pipeline:
+            loss = self.pipeline.step(letters, target=following, everywhere=True)
+            assert loss is not None
+            return loss
+        loss = self.loss(self.model(letters), following)
+        loss.backward()  # DDP averages in here
+        return loss.detach().clone()
 
     def step(self, step: int) -> float:
         """Learn from a batch; return its mean loss, over all replicas."""
         self.optimizer.zero_grad()
-        loss = self.loss(self.model, *self.text.batch(step, *self.share))
-        loss.backward()  # DDP averages the gradients over the replicas in here
-        clip_grad_norm_(self.module.parameters(), self.args.clip, data_group=self.data)
+        mean = self.learn(*self.text.batch(step, *self.share))
+        clip_grad_norm_(
+            self.module.parameters(),
+            self.args.clip,
+            data_group=self.data,
+            pipeline_group=self.stages,
+        )
         self.optimizer.step()
         self.schedule.step()
-        mean = loss.detach().clone()
         dist.all_reduce(mean, dist.ReduceOp.AVG, group=self.data.get_group())
         return mean.item()
 
@@ -238,7 +271,11 @@ class Training:
         """Return the mean loss of the text that was not trained on."""
         total = torch.zeros(2)
         for letters, following in self.text.tests(*self.share):
-            loss = self.loss(self.module, letters, following)
+            if self.pipeline:
+                loss = self.pipeline.evaluate(letters, target=following, everywhere=True).loss
+                assert loss is not None
+            else:
+                loss = self.loss(self.module(letters), following)
             total += torch.tensor([loss.item() * len(letters), len(letters)])
         dist.all_reduce(total, group=self.data.get_group())
         return float(total[0] / total[1])
@@ -308,6 +345,8 @@ class Reporter:
 def describe_run(metrics: dict[str, Any]) -> str:
     """Name what was split how, for a title."""
     words = [f"tensor parallel {metrics['tp']}", f"data parallel {metrics['dp']}"]
+    if metrics["pp"] > 1:
+        words.append(f"pipeline {metrics['pp']} ({metrics['schedule']})")
     return ", ".join(words + ["sequence parallel"] * metrics["sequence_parallel"])
 
 
@@ -388,8 +427,8 @@ def run_rank(args: argparse.Namespace) -> int:
     losses, seconds = fit(training)
     test_loss = training.test()
     failures = training.failures()
+    metrics = metrics_of(training, losses, seconds, test_loss)
     if dist.get_rank() == 0:
-        metrics = metrics_of(training, losses, seconds, test_loss)
         other = load_run(args) if args.compare else None
         if other:
             metrics["compared_with"] = str(args.compare)
@@ -407,20 +446,22 @@ def run_rank(args: argparse.Namespace) -> int:
 def metrics_of(
     training: Training, losses: list[float], seconds: float, test_loss: float
 ) -> dict[str, Any]:
-    """What `metrics.json` gets."""
+    """Collective: what `metrics.json` gets."""
     args, parameters = training.args, list(training.module.parameters())
     layouts = [tp.layout.layout_of(parameter) for parameter in parameters]
     whole = [
         parameter.shape if layout is None else torch.Size(layout.shape)
         for parameter, layout in zip(parameters, layouts, strict=True)
     ]
+    counts = torch.tensor([sum(shape.numel() for shape in whole)])
+    dist.all_reduce(counts, group=training.stages.get_group())
     letters = args.steps * args.batch_size * args.positions
     return {
         **{name: value for name, value in vars(args).items() if name not in ("out", "compare")},
         "test_loss": test_loss,
         "letters_per_second": letters / seconds,
         "seconds": seconds,
-        "parameters": sum(shape.numel() for shape in whole),
+        "parameters": int(counts),
         "parameters_here": sum(parameter.numel() for parameter in parameters),
         "torch": torch.__version__,
         "losses": losses,
@@ -451,6 +492,14 @@ def parse_arguments() -> argparse.Namespace:
         default=1,
         help="copies of the model, each with its share of a batch (1)",
     )
+    add("--pp", type=count, default=1, help="stages, each with some of the layers (1)")
+    add(
+        "--schedule",
+        choices=[name for name in NAMES if name != "auto"],
+        default="1f1b",
+        help="of the stages (1f1b)",
+    )
+    add("--microbatches", type=count, default=4, help="parts of a batch with --pp (4)")
     add(
         "--sequence-parallel",
         action="store_true",
@@ -477,8 +526,14 @@ def parse_arguments() -> argparse.Namespace:
             parser.error(f"--{by.replace('_', '-')} {whole} is not divisible by --{name} {parts}")
     if args.sequence_parallel and args.positions % args.tp:
         parser.error(f"--positions {args.positions} is not divisible by --tp {args.tp}")
-    if os.environ.get("WORLD_SIZE", str(args.dp * args.tp)) != str(args.dp * args.tp):
-        parser.error(f"--dp {args.dp} x --tp {args.tp} needs {args.dp * args.tp} ranks of torchrun")
+    if args.pp > 1 and args.batch_size // args.dp < args.microbatches:
+        parser.error(f"--microbatches {args.microbatches} are more than a replica's rows")
+    if args.pp > 1 and args.layers + 3 < build(args.schedule, args.pp, 1).stages:
+        parser.error(f"--layers {args.layers} are too few for the stages of --pp {args.pp}")
+    ranks = args.dp * args.pp * args.tp
+    if os.environ.get("WORLD_SIZE", str(ranks)) != str(ranks):
+        words = f"--dp {args.dp} x --pp {args.pp} x --tp {args.tp}"
+        parser.error(f"{words} needs {ranks} ranks of torchrun")
     if args.compare:
         try:
             load_run(args)
@@ -490,7 +545,9 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     """Start the ranks, or be one of them if torchrun started this process."""
     args = parse_arguments()
-    return run_rank(args) if "RANK" in os.environ else start_ranks(__file__, args.dp * args.tp)
+    if "RANK" in os.environ:
+        return run_rank(args)
+    return start_ranks(__file__, args.dp * args.pp * args.tp)
 
 
 if __name__ == "__main__":

@@ -51,6 +51,10 @@ def losses_of(out: Path) -> list[float]:
         ["--tp", "2", "--sequence-parallel", "--overlap-chunks", "2"],
         ["--dp", "2", "--tp", "2"],
         ["--tp", "2", "--backend", "gloo"],
+        ["--dp", "2", "--pp", "2", "--tp", "1"],
+        ["--pp", "2", "--tp", "2", "--sequence-parallel", "--schedule", "zb_h1"],
+        ["--pp", "4", "--tp", "1", "--microbatches", "3"],
+        ["--pp", "2", "--tp", "1", "--schedule", "zbv", "--backend", "gloo"],
     ],
     ids=" ".join,
 )

@@ -21,6 +21,14 @@ _LENGTH, _LAYOUT, _TAGS = TENSORS, TENSORS + 1, TENSORS + 2
 _MOST_TAG: Final = 2**31 - 1
 
 
+def tag_of(action: Action, microbatches: int) -> int:
+    """The first one of a message's; the same for its send and its receive."""
+    stage, kind, microbatch = action
+    is_forward = kind in (Kind.SEND_F, Kind.RECV_F)
+    boundary = stage if kind in (Kind.SEND_F, Kind.RECV_B) else stage - 1
+    return ((boundary * microbatches + microbatch) * 2 + is_forward) * _TAGS
+
+
 class Posted:
     """A message that is expected."""
 
@@ -40,7 +48,7 @@ class Mail:
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, stages: int, microbatches: int
     ) -> None:
-        self.group, self.device, self.microbatches = group, device, microbatches
+        self.group, self.device = group, device
         self.end = stages * microbatches * 2 * _TAGS
         if self.end + _TAGS * stages > _MOST_TAG:
             raise InvalidArgument(
@@ -48,24 +56,17 @@ class Mail:
             )
         self._sending: deque[tuple[Any, Tensor]] = deque()
 
-    def tag(self, action: Action) -> int:
-        """The first one of a message's; the same for its send and its receive."""
-        stage, kind, microbatch = action
-        is_forward = kind in (Kind.SEND_F, Kind.RECV_F)
-        boundary = stage if kind in (Kind.SEND_F, Kind.RECV_B) else stage - 1
-        return ((boundary * self.microbatches + microbatch) * 2 + is_forward) * _TAGS
-
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
         """Starts it; the tensors are left alone until flush()."""
         if len(tensors) > TENSORS:
             raise InvalidArgument(
                 f"a stage hands on {len(tensors)} tensors, but a message has {TENSORS} at most"
             )
+        while self._sending and self._sending[0][0].is_completed():
+            self._sending.popleft()[0].wait()
         for index, tensor in enumerate(tensors):
             whole = tensor.contiguous()
             self._sending.append((self.group.send([whole], peer, tag + index), whole))
-        while self._sending and self._sending[0][0].is_completed():
-            self._sending.popleft()[0].wait()
 
     def post(self, metas: Sequence[Meta], peer: int, tag: int) -> Posted:
         """Expects tensors like these."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from pycomm.pipeline.agreement import digest
+from pycomm.pipeline.messages import tag_of
 from pycomm.pipeline.schedules import Action, Kind, Schedule, lower
 from pycomm.pipeline.schedules.action import COMPUTE, actions_of
 from pycomm.pipeline.schedules.lower import peer_of
@@ -25,7 +26,8 @@ class Program:
     posts: tuple[tuple[Action, ...], ...]
     #: The last backward of each stage.
     ends: frozenset[int]
-    peers: dict[Action, int]
+    #: Of a message: the peer, and its first tag.
+    routes: dict[Action, tuple[int, int]]
     digest: int
     trains: bool
 
@@ -41,6 +43,9 @@ class Program:
                 ahead = bisect_left(computes, index) - _AHEAD
                 posts[computes[ahead] if ahead >= 0 else 0] += (action,)
         last = {a.stage: i for i, a in enumerate(actions) if a.kind in _BACKWARD}
-        peers = {a: peer_of(a, lowered) for a in actions if a.kind not in COMPUTE}
+        count = lowered.microbatches
+        routes = {
+            a: (peer_of(a, lowered), tag_of(a, count)) for a in actions if a.kind not in COMPUTE
+        }
         text = digest((lowered.name, lowered.placement, lowered.programs))
-        return cls(actions, tuple(posts), frozenset(last.values()), peers, text, bool(last))
+        return cls(actions, tuple(posts), frozenset(last.values()), routes, text, bool(last))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pycomm.errors import InvalidArgument
 from pycomm.pipeline.skip import carrying
-from pycomm.pipeline.values import Layout, map_tensors, take_apart, tensors_of
+from pycomm.pipeline.values import Layout, take_apart, tensors_of
 
 if TYPE_CHECKING:
     from pycomm.tensor_parallel.group import GroupLike
@@ -104,6 +104,10 @@ class Forwarded:
     outputs: list[Tensor]  # that have one; or the loss
 
 
+#: Marks an output that travels with what is put aside.
+_SKIPS: Final = "pycomm: with skips"
+
+
 @dataclass
 class Handed:
     """A value between two stages: the output and what is put aside, cut off the graph that made it."""
@@ -114,20 +118,19 @@ class Handed:
     @classmethod
     def of(cls, output: Any, skips: dict[str, Tensor]) -> tuple[Handed, list[Tensor]]:
         """What goes on, and the same tensors with their graph, of those that have one."""
-        tensors, layout = take_apart((output, skips))
-        return cls([t.detach() for t in tensors], layout), [t for t in tensors if t.requires_grad]
+        tensors, layout = take_apart((_SKIPS, output, skips) if skips else output)
+        handed = cls([t.detach() for t in tensors], layout)
+        return handed, [t for t in tensors if t.requires_grad]
 
     def as_leaves(self, training: bool) -> tuple[tuple[Any, ...], dict[str, Tensor], list[Tensor]]:
         """The next stage's arguments, what is put aside, and the leaves whose gradients go back."""
         leaves = []
-        for tensor, meta in zip(self.tensors, self.layout.tensors, strict=True):
-            if training and meta.has_gradient:
-                leaves.append(tensor.requires_grad_())
-        output, skips = self.layout.fill(self.tensors)
-        arguments = output if isinstance(output, tuple) else (output,)
-        return arguments, dict(skips), leaves
-
-
-def slice_batch(value: Any, begin: int, end: int) -> Any:
-    """A microbatch: these rows of all its tensors."""
-    return map_tensors(lambda tensor: tensor[begin:end], value)
+        if training:
+            for tensor, meta in zip(self.tensors, self.layout.tensors, strict=True):
+                if meta.has_gradient:
+                    leaves.append(tensor.requires_grad_())
+        value: Any = self.layout.fill(self.tensors)
+        skips: dict[str, Tensor] = {}
+        if type(value) is tuple and len(value) == 3 and value[0] == _SKIPS:
+            _, value, skips = value
+        return value if isinstance(value, tuple) else (value,), skips, leaves

@@ -14,8 +14,8 @@ from pycomm.pipeline.agreement import Agreement
 from pycomm.pipeline.messages import Posted
 from pycomm.pipeline.program import Program
 from pycomm.pipeline.schedules import Action, Kind
-from pycomm.pipeline.stage import Forwarded, Handed, slice_batch
-from pycomm.pipeline.values import map_tensors, take_apart, tensors_of
+from pycomm.pipeline.stage import Forwarded, Handed
+from pycomm.pipeline.values import map_tensors, split_rows, take_apart, tensors_of
 
 if TYPE_CHECKING:
     from pycomm.pipeline.runtime import Pipeline
@@ -34,13 +34,18 @@ class Step:
         loss_scale: float,
     ) -> None:
         self.pipeline, self.program, self.mail = pipeline, program, pipeline.mail
-        self.inputs, self.target, self.loss_scale = inputs, target, loss_scale
+        self.has_target, self.loss_scale = target is not None, loss_scale
         self.rows, self.size = agreed.rows, agreed.size
+        stages = pipeline.stages.values()
+        if any(stage.is_first for stage in stages):
+            self.inputs = split_rows(inputs, self.rows)
+        if any(stage.is_last for stage in stages):
+            self.targets = split_rows(target, self.rows)
         self.layouts, self.fresh = pipeline.layouts_of(agreed)
         self.losses: list[Tensor] = []
         self.outputs: list[Any] = []
         self.loss: Tensor | None = None
-        self.where = "nothing has begun"
+        self.action: Action | None = None
         self.peak = 0
         self._weight_loss: list[float] = []
         self._handed: dict[tuple[int, int], Handed] = {}
@@ -61,6 +66,11 @@ class Step:
             Kind.RECV_B: self.receive_backward,
         }
 
+    @property
+    def where(self) -> str:
+        """How far it has come, in words."""
+        return f"rank {self.pipeline.group.rank}, {self.action or 'behind the last action'}"
+
     def play(self) -> None:
         """All of it."""
         program, tied = self.program, self.pipeline.tied if self.program.trains else None
@@ -70,11 +80,11 @@ class Step:
             if not self.fresh:
                 for message in program.posts[index]:
                     self.post(message)
-            self.where = f"rank {self.pipeline.group.rank}, {action}"
+            self.action = action
             self.act[action.kind](action)
             if index in program.ends:
                 self.average(action.stage)
-        self.where = f"rank {self.pipeline.group.rank}, behind the last action"
+        self.action = None
         if tied:
             tied.sum()
             if self.pipeline.averages:
@@ -87,7 +97,7 @@ class Step:
 
     def average(self, stage: int) -> None:
         """Starts what replicas have to do with a stage's gradients, but for tied ones, which are summed first."""
-        if not self.pipeline.averages:
+        if not self.pipeline.averages or self.pipeline.replicas.world_size == 1:
             return
         tied = {id(p) for p in self.pipeline.tied.parameters} if self.pipeline.tied else set()
         own = self.pipeline.stages[stage].module.parameters()
@@ -98,15 +108,14 @@ class Step:
     def forward(self, action: Action) -> None:
         """F."""
         stage, place = self.pipeline.stages[action.stage], (action.stage, action.microbatch)
-        begin, end = self.rows[action.microbatch]
         leaves: list[Tensor] = []
         if stage.is_first:
-            output, skips = stage.forward(slice_batch(self.inputs, begin, end), {})
+            output, skips = stage.forward(self.inputs[action.microbatch], {})
         else:
             arguments, skips, leaves = self._handed.pop(place).as_leaves(self.program.trains)
             output, skips = stage.forward(arguments, skips)
         if stage.is_last:
-            outputs = self.finish_output(output, skips, begin, end)
+            outputs = self.finish_output(action.microbatch, output, skips)
             self._forwarded[place] = Forwarded(leaves, outputs)
         else:
             handed, outputs = Handed.of(output, skips)
@@ -119,22 +128,21 @@ class Step:
             del self._forwarded[place]
         self.peak = max(self.peak, len(self._forwarded) + len(self._weights))
 
-    def finish_output(
-        self, output: Any, skips: dict[str, Tensor], begin: int, end: int
-    ) -> list[Tensor]:
+    def finish_output(self, microbatch: int, output: Any, skips: dict[str, Tensor]) -> list[Tensor]:
         """Of the last stage: notes the loss, and returns what backward begins with."""
         if skips:
             raise InvalidArgument(f"put aside, and never taken out: {sorted(skips)}")
         if not self.program.trains:
             self.outputs.append(output)
-        if not self.program.trains and self.target is None:
+        if not self.program.trains and not self.has_target:
             return []
-        target = () if self.target is None else (slice_batch(self.target, begin, end),)
+        target = (self.targets[microbatch],) if self.has_target else ()
         loss = self.pipeline.loss_fn(output, *target) if self.pipeline.loss_fn else output
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise InvalidArgument(
                 f"the loss of a microbatch must be a tensor of one element, not {take_apart(loss)[1]}"
             )
+        begin, end = self.rows[microbatch]
         share = (end - begin) / self.size
         self.losses.append(loss.detach())
         self._weight_loss.append(share)
@@ -196,19 +204,18 @@ class Step:
             metas = self.layouts[action.stage, action.microbatch].tensors
         else:
             metas = self.layouts[action.stage + 1, action.microbatch].gradients
-        peer = self.program.peers[action]
-        self._posted[action] = self.mail.post(metas, peer, self.mail.tag(action))
+        self._posted[action] = self.mail.post(metas, *self.program.routes[action])
 
     def send_forward(self, action: Action) -> None:
         """SEND_F."""
         assert self.mail is not None
         handed = self._going.pop((action.stage, action.microbatch))
-        peer, tag = self.program.peers[action], self.mail.tag(action)
+        peer, tag = self.program.routes[action]
         place = (action.stage + 1, action.microbatch)
         if self.fresh:
             self.mail.send_layout(handed.layout, peer, tag)
             self.layouts[place] = handed.layout
-        elif handed.layout != self.layouts[place]:
+        elif handed.layout is not self.layouts[place] and handed.layout != self.layouts[place]:
             raise MismatchError(
                 f"stage {action.stage} hands on {handed.layout} as microbatch {action.microbatch}, but "
                 f"{self.layouts[place]} in an earlier step with the same inputs' shapes; Pipeline(dynamic=True) "
@@ -221,8 +228,7 @@ class Step:
         assert self.mail is not None
         place = (action.stage, action.microbatch)
         if self.fresh:
-            peer = self.program.peers[action]
-            self.layouts[place] = self.mail.receive_layout(peer, self.mail.tag(action))
+            self.layouts[place] = self.mail.receive_layout(*self.program.routes[action])
             self.post(action)
         self._handed[place] = Handed(self._posted.pop(action).wait(), self.layouts[place])
 
@@ -230,7 +236,7 @@ class Step:
         """SEND_B."""
         assert self.mail is not None
         gradients = self._returning.pop((action.stage, action.microbatch))
-        self.mail.send(gradients, self.program.peers[action], self.mail.tag(action))
+        self.mail.send(gradients, *self.program.routes[action])
 
     def receive_backward(self, action: Action) -> None:
         """RECV_B."""

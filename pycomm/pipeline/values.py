@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property, lru_cache
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+_LEAF: Final = pytree.tree_flatten(0)[1]
 
 
 @dataclass(frozen=True)
@@ -48,18 +51,20 @@ class Layout:
     def __str__(self) -> str:
         return ", ".join(map(str, self.leaves))
 
-    @property
+    @cached_property
     def tensors(self) -> list[Meta]:
         """Of its tensors, in order."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Meta)]
 
-    @property
+    @cached_property
     def gradients(self) -> list[Meta]:
         """Of those that have a gradient."""
         return [meta for meta in self.tensors if meta.has_gradient]
 
     def fill(self, tensors: Sequence[Tensor]) -> Any:
         """The value, of these tensors."""
+        if self.spec == _LEAF and len(tensors) == 1:
+            return tensors[0]
         rest = iter(tensors)
         leaves = [leaf.value if isinstance(leaf, Constant) else next(rest) for leaf in self.leaves]
         return pytree.tree_unflatten(leaves, self.spec)
@@ -67,6 +72,8 @@ class Layout:
 
 def take_apart(value: Any) -> tuple[list[Tensor], Layout]:
     """A value's tensors, and how they make it."""
+    if isinstance(value, Tensor):  # the usual case, a few times faster
+        return [value], _layout_of_one(value.shape, value.dtype, value.requires_grad)
     leaves, spec = pytree.tree_flatten(value)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     metas = tuple(
@@ -78,6 +85,11 @@ def take_apart(value: Any) -> tuple[list[Tensor], Layout]:
     return tensors, Layout(spec, metas)
 
 
+@lru_cache(maxsize=64)
+def _layout_of_one(shape: torch.Size, dtype: torch.dtype, has_gradient: bool) -> Layout:
+    return Layout(_LEAF, (Meta(tuple(shape), dtype, has_gradient),))
+
+
 def tensors_of(value: Any) -> list[Tensor]:
     """Those in it, in order."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
@@ -86,3 +98,15 @@ def tensors_of(value: Any) -> list[Tensor]:
 def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     """The same value with its tensors changed."""
     return pytree.tree_map_only(Tensor, change, value)
+
+
+def split_rows(value: Any, rows: Sequence[tuple[int, int]]) -> list[Any]:
+    """A value for each range of rows, in all its tensors."""
+    if not tensors_of(value):
+        return [value] * len(rows)
+    sizes = [end - begin for begin, end in rows]
+    leaves, spec = pytree.tree_flatten(value)
+    parts = [
+        leaf.split(sizes) if isinstance(leaf, Tensor) else [leaf] * len(rows) for leaf in leaves
+    ]
+    return [pytree.tree_unflatten(list(one), spec) for one in zip(*parts, strict=True)]
