@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import pycomm
-from pycomm.optim import clip_grad_norm_
+from pycomm.optim import GradScaler, clip_grad_norm_
 from pycomm.pipeline import Pipeline, PipelineStage, pop, stash
 from pycomm.pipeline.schedules import NAMES, Schedule, build, simulate
 
@@ -344,6 +344,53 @@ def test_replicas() -> None:
             check(pipeline, dense)
 
     run(4, worker)
+
+
+def test_norm_and_scale_of_all_axes() -> None:
+    """One norm on four ranks, that of the whole model; an overflow in one stage's replica skips the step everywhere."""
+
+    def worker(rank: int, n: int) -> Any:
+        mesh = pycomm.init_mesh(dp=2, pp=2)
+        replica, stage = mesh["dp"].get_local_rank(), mesh["pp"].get_local_rank()
+        model = mlp(2, torch.float32)
+        dense = copy.deepcopy(model)
+        pipeline = Pipeline(
+            "1f1b",
+            PipelineStage(model[stage], stage, 2, mesh["pp"]),
+            3,
+            loss_fn=mse,
+            data_group=mesh["dp"],
+        )
+        own = list(model[stage].parameters())
+        optimizer = torch.optim.SGD(own, 0.1)
+        groups = [mesh["pp"].get_group(), mesh["dp"].get_group()]
+        scaler = GradScaler(init_scale=8.0, growth_interval=1000, groups=groups)
+        x, y = data(12, dtype=torch.float32)
+
+        def scale() -> float:
+            return float(scaler.scale(torch.ones(())))
+
+        pipeline.step(x[replica::2], target=y[replica::2], loss_scale=scale())
+        scaler.unscale_(optimizer)
+        norm = clip_grad_norm_(own, 1.0, pipeline_group=mesh["pp"], data_group=mesh["dp"])
+        before = [p.detach().clone() for p in own]
+        scaler.step(optimizer)
+        scaler.update()
+        stepped = not any(map(torch.equal, before, own))
+        before = [p.detach().clone() for p in own]
+        optimizer.zero_grad()
+        pipeline.step(x[replica::2], target=y[replica::2], loss_scale=scale())
+        if rank == 3:
+            own[0].grad[0] = torch.inf  # type: ignore[index]
+        scaler.step(optimizer)
+        scaler.update()
+        whole(dense, x, y)
+        gradients = [p.grad for p in dense.parameters() if p.grad is not None]
+        theirs = float(torch.nn.utils.get_total_norm(gradients))
+        same = all(map(torch.equal, before, own))
+        return abs(float(norm) - theirs) < 1e-5 * theirs, stepped, same, scaler.get_scale()
+
+    assert run(4, worker) == [(True, True, True, 4.0)] * 4
 
 
 # ---- refusals and failures
