@@ -142,8 +142,8 @@ class Pipeline:
         microbatches the losses count by their rows. Calls add up, as those of backward() do.
 
         losses: gets the microbatches' on the last stage's rank. loss_scale: the loss is multiplied by it for backward;
-        of a GradScaler, float(scaler.scale(torch.ones(()))) on every rank. Returns the mean loss (float32 or wider, without a graph), on the rank of the last stage,
-        or on all with `everywhere`; None elsewhere.
+        of a GradScaler, float(scaler.scale(torch.ones(()))) on every rank. Returns the mean loss (float32 or wider,
+        without a graph), on the rank of the last stage, or on all with `everywhere`; None elsewhere.
 
         Raises InvalidArgument or MismatchError, on all ranks, before anything is sent; what a stage raises on its rank,
         and AbortedError in its words on the others where the group is pycomm's. The pipeline cannot be used after that.
