@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 
 import pytest
@@ -15,7 +16,7 @@ from pycomm.pipeline.schedules import NAMES, build
 
 
 def mlp(layers: int) -> nn.Sequential:
-    make = [lambda: nn.Linear(6, 6), nn.Tanh] * layers
+    make: list[Callable[[], nn.Module]] = [lambda: nn.Linear(6, 6), nn.Tanh] * layers
     return seeded(lambda: nn.Sequential(*(one() for one in make[:layers]))).double()
 
 
