@@ -13,7 +13,7 @@ SANITIZE := tests/cpp/run.sh
 
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: build demo gpt elastic test test-programs test-ranks test-long test-gpu test-nvcc faults peer clients bench bench-peers lint format sanitize clean
+.PHONY: build demo gpt elastic test test-programs test-ranks test-long test-gpu test-nvcc faults peer clients bench bench-peers lint format sanitize wheel test-wheel clean
 
 $(INSTALLED): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -109,6 +109,15 @@ format: $(INSTALLED)
 sanitize:
 	$(SANITIZE) thread
 	$(SANITIZE) address
+
+# A source distribution and, built from it, a wheel for this Python and torch, without CUDA kernels: dist/
+wheel: $(VENV)/.installed-wheel
+	rm -rf dist
+	PYCOMM_CUDA=$${PYCOMM_CUDA:-0} $(BIN)/python -m build --no-isolation --outdir dist
+
+# Both in environments of their own, where the demo trains with what was installed; 10 minutes.
+test-wheel: wheel
+	tests/wheel.sh $(BIN)/python $(ARGS)
 
 clean:
 	rm -rf build pycomm/*.so pycomm/_build_info.py
