@@ -70,7 +70,7 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(
         f"Building pycomm needs {error.name} in the environment that it is built for.\n"
-        "Run `make build`, or: pip install torch pybind11 ninja setuptools, then\n"
+        "Run `make build`, or: pip install torch pybind11 ninja 'setuptools>=77', then\n"
         "pip install --no-build-isolation . (an isolated build would compile against another torch)."
     )
 
@@ -84,7 +84,7 @@ NVCC_FLAGS = ["-std=c++17", "-O3", "--threads=2", "-Xcompiler=-fPIC,-fvisibility
 
 
 def dependencies() -> list[str]:
-    """What an installed pycomm needs: of the torch that the build accepts, only the minor version that it was built with."""
+    """What an installed pycomm needs: of the torch that a build accepts, only the minor version that it had."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     accepted = next(r for r in project["build-system"]["requires"] if r.startswith("torch"))
     major, minor = torch.__version__.split(".")[:2]

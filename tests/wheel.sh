@@ -14,12 +14,14 @@ unset PYTHONPATH
 train() {  # python: with what is installed there, far from the source tree
   cp -r examples "$work/examples-$1"
   (cd "$work/examples-$1" && "$work/$1/bin/python" train_digits.py --epochs 3 --min-accuracy 0.85 --out "$work/run-$1")
+  cd "$work"
   "$work/$1/bin/python" - "$work/$1" <<'END'
 import sys, pycomm
 from pycomm.extension import core
 assert pycomm.__file__.startswith(sys.argv[1]), pycomm.__file__
 print("trained with", pycomm.__file__, "- CUDA kernels:", core.cuda)
 END
+  cd "$OLDPWD"
 }
 
 of_wheel() {
@@ -35,7 +37,7 @@ refused_beside_another_torch() {  # the torch is the same, its version says anot
   site=$("$work/wheel/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
   version=$site/torch/version.py
   printf "__version__ = '2.99.0+cpu'\n" >>"$version"
-  if said=$("$work/wheel/bin/python" -c 'import pycomm' 2>&1); then
+  if said=$(cd "$work" && "$work/wheel/bin/python" -c 'import pycomm' 2>&1); then
     echo "a wheel built with another torch was imported"
     return 1
   fi
@@ -43,13 +45,14 @@ refused_beside_another_torch() {  # the torch is the same, its version says anot
   echo "refused, as it should: $(tail -1 <<<"$said")"
 }
 
-of_sdist() {
-  "$python" -m venv --system-site-packages "$work/sdist"
-  local site
+of_sdist() {  # the compilers, torch and pip are those of PYTHON's environment
+  local site archive
+  archive=$(ls "$PWD"/dist/pycomm-*.tar.gz)
+  "$python" -m venv --without-pip "$work/sdist"
   site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
   echo "$site" >"$("$work/sdist/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/builder.pth"
-  PATH="$(dirname "$python"):$PATH" PYCOMM_CUDA=0 "$work/sdist/bin/python" -m pip install --quiet --no-build-isolation --no-deps \
-    dist/pycomm-*.tar.gz
+  (cd "$work" && PATH="$(dirname "$python"):$PATH" PYCOMM_CUDA=0 \
+    "$work/sdist/bin/python" -m pip install --quiet --no-build-isolation --no-deps "$archive")
   train sdist
 }
 
