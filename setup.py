@@ -13,6 +13,7 @@ import platform
 import re
 import shutil
 import sys
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -69,7 +70,7 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(
         f"Building pycomm needs {error.name} in the environment that it is built for.\n"
-        "Run `make build`, or: pip install torch pybind11 ninja setuptools, then\n"
+        "Run `make build`, or: pip install torch pybind11 ninja 'setuptools>=77', then\n"
         "pip install --no-build-isolation . (an isolated build would compile against another torch)."
     )
 
@@ -80,6 +81,14 @@ CXX_FLAGS += ["-Wno-maybe-uninitialized", "-Wno-uninitialized"]
 # Sums and products of integers wrap, as torch's do.
 CXX_FLAGS += ["-fwrapv"]
 NVCC_FLAGS = ["-std=c++17", "-O3", "--threads=2", "-Xcompiler=-fPIC,-fvisibility=hidden"]
+
+
+def dependencies() -> list[str]:
+    """What an installed pycomm needs: of the torch that a build accepts, only the minor version that it had."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    accepted = next(r for r in project["build-system"]["requires"] if r.startswith("torch"))
+    major, minor = torch.__version__.split(".")[:2]
+    return [f"{accepted},=={major}.{minor}.*", "numpy"]
 
 
 def targets(architectures: Sequence[str]) -> list[str]:
@@ -176,6 +185,7 @@ def banner(architectures: str) -> None:
 
 
 setup(
+    install_requires=dependencies(),
     ext_modules=[core_extension(), c10d_extension()],
     cmdclass={"build_ext": BuildExtension.with_options(use_ninja=True)},
 )

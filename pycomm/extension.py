@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import platform
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import ModuleType
 
@@ -12,6 +14,7 @@ REBUILD = (
     "Rebuild pycomm with this torch: `make build` in its source tree, or "
     "`pip install --no-build-isolation --force-reinstall --no-deps .`"
 )
+BUILD = "Build them: `make build` in the source tree, or `pip install --no-build-isolation .`"
 
 
 def minor(version: str) -> tuple[str, ...]:
@@ -28,6 +31,19 @@ def check_versions(built_with: str, running: str) -> None:
         )
 
 
+def why_missing(folder: Path) -> str:
+    """Why a package of these files has no modules for this interpreter: not built, or built for another one."""
+    others = sorted(
+        path.name for path in folder.glob("_c*.so") if not path.name.endswith(EXTENSION_SUFFIXES[0])
+    )
+    if not others:
+        return BUILD
+    return (
+        f"This is Python {platform.python_version()}, whose modules end in {EXTENSION_SUFFIXES[0]}; here are "
+        f"{', '.join(others)}, built for another one. {BUILD}"
+    )
+
+
 def load() -> tuple[ModuleType, ModuleType]:
     """The modules ``_core`` and ``_c10d``. Raises ImportError with what to do."""
     try:
@@ -35,9 +51,10 @@ def load() -> tuple[ModuleType, ModuleType]:
         core = importlib.import_module("pycomm._core")
     except ModuleNotFoundError as error:
         raise ImportError(
-            f"pycomm's compiled modules are missing ({error}). Build them: `make build` in the source tree, or "
-            "`pip install --no-build-isolation .`"
+            f"pycomm's compiled modules are missing ({error}). {why_missing(Path(__file__).parent)}"
         ) from error
+    except ImportError as error:
+        raise ImportError(f"pycomm's core does not load: {error}. {REBUILD}") from error
     check_versions(info.TORCH_VERSION, torch.__version__)
     for module in (torch, info):  # errors name the user's line, not torch's or ours
         core.skip_files_under(f"{Path(str(module.__file__)).parent}/")

@@ -1,20 +1,21 @@
-"""Keeps README's generated tables equal to the code: ``readme_tables.py`` rewrites them, ``--check`` only compares.
+"""Keeps generated parts of README and docs/ equal to the code: ``readme_tables.py`` rewrites, ``--check`` compares.
 
-A table stands between ``<!-- name -->`` and ``<!-- end -->``. Exit status 1: README was not up to date.
+A part stands between ``<!-- name -->`` and ``<!-- end -->``. Exit status 1: a page was not up to date; it is named.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from pycomm import config
+from pycomm import compression, config, errors
 from pycomm.extension import core
 from pycomm.pipeline.schedules import NAMES, Costs, Schedule, build, simulate
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
 
 
 def reductions() -> str:
@@ -56,31 +57,91 @@ def schedules() -> str:
     return "\n".join([f"| {' | '.join(heads)} |", f"|---{'|---:' * (len(heads) - 1)}|", *rows])
 
 
-TABLES: dict[str, Callable[[], str]] = {
+def operations() -> str:
+    """What a communicator does, and which of the two does it: every method of a call that has a deadline."""
+    rows = []
+    for name in sorted(vars(core.Communicator)):
+        text = getattr(core.Communicator, name).__doc__ or ""
+        signature, _, about = text.partition("\n")
+        if name.startswith("_") or "timeout: datetime.timedelta" not in signature:
+            continue
+        has = [hasattr(kind, name) for kind in (core.Communicator, core.NcclCommunicator)]
+        cells = [f"`{name}`", *("yes" if h else "-" for h in has), " ".join(about.split())]
+        rows.append(f"| {' | '.join(cells)} |")
+    heads = "| operation | CPU tensors, shared memory | CUDA tensors, NCCL | what it does |"
+    return "\n".join([heads, "|---|---|---|---|", *rows])
+
+
+def compressors() -> str:
+    """The compressors that have a name, and what they cost."""
+    rows = []
+    for name, kind in compression.NAMED.items():
+        one = kind()
+        about = " ".join((kind.__doc__ or "").split())
+        cells = [f'`"{name}"`', f"`{kind.__name__}`", f"{one.ratio:.3g}", str(one.block or "-")]
+        cells += ["yes" if one.error_feedback else "no", about]
+        rows.append(f"| {' | '.join(cells)} |")
+    heads = ["name", "class", "float32's bytes by its own", "values that share a scale"]
+    heads += ["error feedback by default", "what it keeps"]
+    return "\n".join([f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}", *rows])
+
+
+def kinds_of_error() -> str:
+    """Every class of pycomm.errors: what it is, when it is raised and what to do."""
+    parts = []
+    for name, kind in vars(errors).items():
+        if not (inspect.isclass(kind) and issubclass(kind, errors.Error)):
+            continue
+        bases = ", ".join(
+            f"`{base.__name__}`" if base.__module__ == "builtins" else f"`pycomm.{base.__name__}`"
+            for base in kind.__bases__
+        ).replace("`TimeoutError`", "Python's `TimeoutError`")
+        about = inspect.cleandoc(kind.__doc__ or "")
+        about = re.sub(r"\s*What to do:", "\n\n**What to do:**", about)
+        parts.append(f"## {name}\n\nA {bases}. {about}\n")
+    return "\n".join(parts)
+
+
+PARTS: dict[str, Callable[[], str]] = {
     "variables": config.table,
     "reductions": reductions,
     "schedules": schedules,
+    "operations": operations,
+    "compressors": compressors,
+    "errors": kinds_of_error,
+}
+PAGES = {
+    "README.md": ("variables", "reductions", "schedules"),
+    "docs/environment.md": ("variables",),
+    "docs/support.md": ("operations", "reductions", "compressors"),
+    "docs/compression.md": ("compressors",),
+    "docs/errors.md": ("errors",),
 }
 
 
-def updated(text: str) -> str:
-    """The text with every marked table made anew."""
-    for name, table in TABLES.items():
+def updated(page: str, text: str) -> str:
+    """The text of a page with every generated part made anew."""
+    for name in PAGES[page]:
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-        text, found = pattern.subn(lambda m, t=table: f"{m[1]}{t()}\n{m[2]}", text)
+        text, found = pattern.subn(lambda m, n=name: f"{m[1]}{PARTS[n]()}\n{m[2]}", text)
         if found != 1:
-            raise SystemExit(
-                f"README.md must have one <!-- {name} --> ... <!-- end -->, not {found}"
-            )
+            raise SystemExit(f"{page} must have one <!-- {name} --> ... <!-- end -->, not {found}")
     return text
 
 
 def main(arguments: list[str]) -> int:
-    text = README.read_text()
-    new = updated(text)
-    if "--check" not in arguments:
-        README.write_text(new)
-    return int(new != text)
+    stale = []
+    for page in PAGES:
+        path = ROOT / page
+        text = path.read_text()
+        new = updated(page, text)
+        if new != text:
+            stale.append(page)
+            if "--check" not in arguments:
+                path.write_text(new)
+    if stale:
+        print("not up to date:", ", ".join(stale))
+    return int(bool(stale))
 
 
 if __name__ == "__main__":
