@@ -13,7 +13,7 @@ SANITIZE := tests/cpp/run.sh
 
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: build demo gpt elastic test test-programs test-ranks test-long test-gpu test-nvcc faults peer clients bench bench-peers lint format sanitize docs wheel test-wheel clean
+.PHONY: build demo gpt elastic test test-programs test-ranks test-long test-gpu test-nvcc faults peer clients bench bench-peers lint format sanitize docs wheel test-wheel container clean
 
 $(INSTALLED): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -109,6 +109,11 @@ format: $(INSTALLED)
 sanitize:
 	$(SANITIZE) thread
 	$(SANITIZE) address
+
+# docker/Dockerfile carried out in a Debian root, and ranks within an engine's limits, where there is no engine (as root).
+container: $(INSTALLED)
+	test -x build/debian/usr/bin/setpriv || debootstrap --variant=minbase --include=ca-certificates bookworm build/debian
+	$(BIN)/python docker/prove.py --root build/debian $(ARGS)
 
 # The pages of docs/ with the API from docstrings, strictly: build/site/index.html
 docs: build $(VENV)/.installed-docs

@@ -77,8 +77,8 @@ class Config:
     )
     liveness: str = _setting(
         "auto",
-        "How ranks notice a peer's death: auto (pid; between containers lock, else heartbeat), pid, "
-        "lock, heartbeat.",
+        "How ranks notice a peer's death: auto (pid; between containers, or without pidfd_open, lock; "
+        "else heartbeat), pid, lock, heartbeat.",
     )
     nccl_lib: str = _setting(
         "",

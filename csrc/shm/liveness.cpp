@@ -43,6 +43,15 @@ bool proc_shows_pids() {
   return readlink("/proc/self", link, sizeof link - 1) > 0 && link == std::to_string(getpid());
 }
 
+int open_pidfd(uint32_t pid) { return static_cast<int>(syscall(SYS_pidfd_open, pid, 0)); }
+
+// Old kernels have none, and containers may refuse the call.
+bool has_pidfds() {
+  const int descriptor = open_pidfd(static_cast<uint32_t>(getpid()));
+  if (descriptor >= 0) close(descriptor);
+  return descriptor >= 0 || errno == EMFILE || errno == ENFILE;
+}
+
 }  // namespace
 
 Cause cause_of_loss(const RankArea& area) {
@@ -72,6 +81,7 @@ Liveness::~Liveness() {
 void Liveness::introduce() {
   RankArea& mine = segment_->area(rank_);
   mine.pid_namespace = pid_namespace_;
+  mine.no_pidfd = has_pidfds() ? 0 : 1;
   host_name().copy(mine.host, sizeof mine.host - 1);
   store_release(mine.pid, static_cast<uint32_t>(getpid()));
 }
@@ -88,7 +98,8 @@ bool Liveness::shares_namespace(int rank) const {
 
 bool Liveness::shares_pids(int rank) const {
   const LifeSign how = segment_->head().config.liveness;
-  return how == LifeSign::kPid || (how == LifeSign::kAuto && shares_namespace(rank));
+  const bool both_may = !segment_->area(rank_).no_pidfd && !segment_->area(rank).no_pidfd;
+  return how == LifeSign::kPid || (how == LifeSign::kAuto && both_may && shares_namespace(rank));
 }
 
 void Liveness::begin() {
@@ -98,6 +109,10 @@ void Liveness::begin() {
     PYCOMM_CHECK(how != LifeSign::kPid || is_me(peer) || shares_namespace(peer), kInvalidArgument,
                  "rank ", rank_, " cannot watch rank ", peer, " by its pid: it is ",
                  process_of(peer), ". Set PYCOMM_LIVENESS to auto.");
+    PYCOMM_CHECK(how != LifeSign::kPid || !segment_->area(peer).no_pidfd, kInvalidArgument, "rank ",
+                 peer,
+                 " cannot watch others by their pids: the kernel refuses it "
+                 "pidfd_open. Set PYCOMM_LIVENESS to auto.");
     all_by_pid = all_by_pid && (is_me(peer) || shares_pids(peer));
   }
   if (all_by_pid) return;
@@ -162,7 +177,7 @@ bool Liveness::is_dead(int rank) const {
   std::lock_guard<std::mutex> lock(mutex_);
   Watched& peer = watched_[rank];
   if (peer.descriptor < 0 && !peer.gone) {
-    peer.descriptor = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
+    peer.descriptor = open_pidfd(pid);
     peer.gone = peer.descriptor < 0 && errno == ESRCH;
   }
   if (peer.descriptor < 0) return peer.gone;

@@ -1,9 +1,9 @@
 // Notices that a peer's process has ended or stands still.
 //
-// Within a pid namespace by pidfd. Between containers, where pids do not carry over, by a lock that
-// every rank holds on the segment: the kernel drops it when the process ends, however it does.
-// Where neither can be had, by a heartbeat: a thread of each rank counts, and a rank whose count
-// stands still for kSilence is taken for dead.
+// Within a pid namespace by pidfd. Between containers, where pids do not carry over, and where one
+// of the two is refused pidfds (seccomp), by a lock that every rank holds on the segment: the
+// kernel drops it when the process ends, however it does. Where neither can be had, by a heartbeat:
+// a thread of each rank counts, and a rank whose count stands still for kSilence is taken for dead.
 #pragma once
 
 #include <chrono>

@@ -93,6 +93,7 @@ struct RankArea {
   Flag doorbell;           // counts what happened to a sleeping rank's messages
   uint32_t pid;            // 0: not here yet
   uint64_t pid_namespace;  // inode; a pid means nothing in another one
+  uint32_t no_pidfd;       // 1: the kernel refuses it pidfds, so pids do not help it
   char host[65];           // a container's is its own, usually
   uint32_t watched_by;     // by those for whom it does not
   uint32_t heartbeat;
