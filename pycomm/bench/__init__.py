@@ -1,4 +1,4 @@
-"""``python -m pycomm.bench``: what a collective takes with pycomm, Gloo or NCCL, side by side, checked to the last element.
+"""``python -m pycomm.bench``: what a collective takes with several backends side by side, checked element by element.
 
 The names are those of nccl-tests. The size is that of the whole array: what an all_gather, gather or all_to_all ends
 with on one rank, what a reduce_scatter or scatter begins with. ``algbw`` is size / time; ``busbw`` is ``algbw`` times a

@@ -159,7 +159,7 @@ def expected(case: Case) -> Tensor | None:
 
 @dataclass
 class Call:
-    """Prepared: `fill` makes the contents anew, `run` does the operation once, `result` is where it leaves what it gives."""
+    """Prepared: `fill` makes the contents anew, `run` does it once, `result` is where it leaves what it gives."""
 
     fill: Callable[[], None]
     run: Callable[[], None]

@@ -10,7 +10,8 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -96,8 +97,8 @@ def check_memory(settings: Settings, ranks_here: int) -> None:
     """Raises InvalidArgument if the largest buffers do not fit into what is free."""
     per_backend = 3 * (2 if settings.check else 1)
     needed = max(settings.sizes) * len(settings.backends) * ranks_here * per_backend
-    with open("/proc/meminfo") as lines:
-        free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
     if needed > free:
         raise InvalidArgument(
             f"-e {max(settings.sizes)} needs about {needed / 2**30:.1f} GB on this host, of which "
@@ -117,5 +118,7 @@ def join(
     dist.init_process_group("gloo", rank=rank, world_size=ranks, timeout=_TIMEOUT)
     control = dist.group.WORLD
     assert control is not None
-    groups = {name: dist.new_group(backend=name, timeout=_TIMEOUT) for name in settings.backends}
+    groups: dict[str, Any] = {
+        name: dist.new_group(backend=name, timeout=_TIMEOUT) for name in settings.backends
+    }
     return groups, control

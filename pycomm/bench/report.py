@@ -46,7 +46,7 @@ def facts(ranks: int) -> dict[str, Any]:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     return {
         "cpu": cpu,
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": os.cpu_count(),
         "numa_nodes": nodes,
         "kernel": platform.release(),
         "gpu": gpu,
@@ -63,9 +63,10 @@ def facts(ranks: int) -> dict[str, Any]:
 def header(found: dict[str, Any], settings: Settings) -> str:
     """Lines that begin with #, as the table's comments."""
     lines = [
-        f"# {found['cpu']}, {found['cores']} cores, {found['numa_nodes']} NUMA, GPU {found['gpu']}, Linux {found['kernel']}",
-        f"# torch {found['torch']}, pycomm {found['pycomm']}, Python {found['python']}; load {found['load']:.2f}, a fixed "
-        f"piece of work takes up to {found['clock_noise']:.2f} times its shortest time",
+        f"# {found['cpu']}, {found['cores']} cores, {found['numa_nodes']} NUMA nodes, GPU {found['gpu']}, "
+        f"Linux {found['kernel']}",
+        f"# torch {found['torch']}, pycomm {found['pycomm']}, Python {found['python']}; load {found['load']:.2f}, "
+        f"a fixed piece of work takes up to {found['clock_noise']:.2f} times its shortest time",
         f"# {settings.operation}, {found['ranks']} ranks, {settings.rounds} rounds of {settings.iterations} calls, "
         f"backends in turn; one thread copies {found['copy_gbps']:.1f} GB/s",
         "#",
@@ -182,7 +183,7 @@ def load(path: Path, operation: str) -> dict[str, Any]:
 
 
 def slower_than(earlier: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Lines for what takes longer than before: by more than 10 %, and than both runs' rounds differ among themselves."""
+    """Lines for what takes over 10 % longer than before, and more than the rounds of both runs explain."""
 
     def sides(record: dict[str, Any]) -> dict[tuple[Any, ...], list[float]]:
         return {

@@ -125,7 +125,7 @@ def parser() -> Parser:
     add(
         "--no-bind",
         action="store_true",
-        help="leave ranks on whatever core; else one core each, where there are enough",
+        help="else ranks have a core each, where there are enough",
     )
     add(
         "--min-bw",
@@ -147,12 +147,8 @@ def parser() -> Parser:
 def settings_of(words: argparse.Namespace) -> Settings:
     """Checked; raises InvalidArgument."""
     backends = tuple(words.backend.split(","))
-    if unknown := [name for name in backends if name not in BACKENDS] or len(set(backends)) < len(
-        backends
-    ):
-        raise InvalidArgument(
-            f"--backend {words.backend}: {unknown} is none of {', '.join(BACKENDS)}, or is there twice"
-        )
+    if set(backends) - set(BACKENDS) or len(set(backends)) < len(backends):
+        raise InvalidArgument(f"--backend {words.backend}: each once, of {', '.join(BACKENDS)}")
     sizes = sizes_of(words.minbytes, words.maxbytes, words.stepfactor, words.stepbytes)
     if words.ranks is not None and words.root >= words.ranks:
         raise InvalidArgument(f"--root {words.root}: ranks are 0 to {words.ranks - 1}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -72,11 +73,13 @@ class PipelineStage:
         self, arguments: tuple[Any, ...], skips: dict[str, Tensor]
     ) -> tuple[Any, dict[str, Tensor]]:
         """Runs the module on one microbatch: its output, and of what is put aside what then still is."""
-        if self.autocast is None:
-            return self._run(arguments, skips)
         device = next((t.device.type for t in tensors_of(arguments)), "cpu")
-        with torch.autocast(device, self.autocast):
+        with self.precision(device):
             return self._run(arguments, skips)
+
+    def precision(self, device: str) -> AbstractContextManager[Any]:
+        """In which the stage computes, and the last one the loss."""
+        return nullcontext() if self.autocast is None else torch.autocast(device, self.autocast)
 
     def _run(
         self, arguments: tuple[Any, ...], skips: dict[str, Tensor]

@@ -137,7 +137,11 @@ class Step:
         if not self.program.trains and not self.has_target:
             return []
         target = (self.targets[microbatch],) if self.has_target else ()
-        loss = self.pipeline.loss_fn(output, *target) if self.pipeline.loss_fn else output
+        loss = output
+        if self.pipeline.loss_fn:
+            device = next((t.device.type for t in tensors_of(output)), "cpu")
+            with self.pipeline.stages[self.pipeline.schedule.stages - 1].precision(device):
+                loss = self.pipeline.loss_fn(output, *target)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise InvalidArgument(
                 f"the loss of a microbatch must be a tensor of one element, not {take_apart(loss)[1]}"
