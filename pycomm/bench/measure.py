@@ -24,6 +24,7 @@ from pycomm.bench.operations import (
     prepare,
 )
 from pycomm.bench.settings import Settings
+from pycomm.errors import Error, InvalidArgument
 
 
 @dataclass
@@ -119,6 +120,8 @@ def _prepared(
                 for _ in range(max(1, settings.warmup)):
                     call.run()
             except (RuntimeError, NotImplementedError) as error:
+                if isinstance(error, Error) and not isinstance(error, InvalidArgument):
+                    raise  # it can, but something went wrong
                 side.refused = _reason(error)
             told: list[Any] = [None] * case.ranks
             dist.all_gather_object(told, side.refused, group=control)
