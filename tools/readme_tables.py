@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pycomm import compression, config, errors
+from pycomm.bench.settings import parser
 from pycomm.extension import core
 from pycomm.pipeline.schedules import NAMES, Costs, Schedule, build, simulate
 
@@ -102,6 +103,20 @@ def kinds_of_error() -> str:
     return "\n".join(parts)
 
 
+def bench_flags() -> str:
+    """The arguments of python -m pycomm.bench, and what they mean, as its --help has them."""
+    command = parser()
+    rows = []
+    for action in command._actions:
+        names = action.option_strings or [str(action.metavar or action.dest)]
+        words = ", ".join(f"`{name}`" for name in names)
+        rows.append(f"| {words} | {' '.join((action.help or '').split())} |")
+    about = inspect.cleandoc(command.epilog or "")
+    return "\n".join(
+        ["| argument | meaning (default) |", "|---|---|", *rows, "", "```", about, "```"]
+    )
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "variables": config.table,
     "reductions": reductions,
@@ -109,6 +124,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "operations": operations,
     "compressors": compressors,
     "errors": kinds_of_error,
+    "bench": bench_flags,
 }
 PAGES = {
     "README.md": ("variables", "reductions", "schedules"),
@@ -116,6 +132,7 @@ PAGES = {
     "docs/support.md": ("operations", "reductions", "compressors"),
     "docs/compression.md": ("compressors",),
     "docs/errors.md": ("errors",),
+    "docs/bench.md": ("bench",),
 }
 
 
