@@ -98,6 +98,10 @@ def furnish(root: Path, shm: str) -> None:
         ("stderr", "fd/2"),
     ):
         (dev / name).symlink_to(target)
+    hosts = dev / "hosts"  # an engine writes it, too
+    hosts.write_text(f"127.0.0.1 localhost {socket.gethostname()}\n")
+    (root / "etc/hosts").touch()
+    mount(str(hosts), root / "etc/hosts", "", _MS["bind"])
     (dev / "shm").mkdir()
     mount("tmpfs", dev / "shm", "tmpfs", 0, f"mode=1777,size={shm}")
 
@@ -195,6 +199,7 @@ class Builder:
         upper, overlay, root = (self.work / name / part for part in ("upper", "overlay", "root"))
         for place in (upper, overlay, root):
             place.mkdir(parents=True, exist_ok=True)
+        done = self.work / name / "done"
         lower = [*(str(self.work / one / "upper") for one in reversed(below)), str(self.base)]
         data = f"lowerdir={':'.join(lower)},upperdir={upper},workdir={overlay}"
         mount("overlay", root, "overlay", 0, data)
@@ -204,7 +209,9 @@ class Builder:
         for one in self.recipe.stage(name).instructions:
             began = time.monotonic()
             print(f"--- {name}, line {one.line}: {one.name} {one.rest[:100]}", flush=True)
-            if one.name == "COPY":
+            if one.name in ("COPY", "RUN") and done.exists():
+                print("    was carried out before")
+            elif one.name == "COPY":
                 self.copy(name, one, state.folder)
             elif one.name == "RUN":
                 self.run(name, one, state)
@@ -212,6 +219,7 @@ class Builder:
                 self.note(one, state)
             self.seconds[f"{name}, line {one.line}: {one.name}"] = time.monotonic() - began
         (root / state.folder.lstrip("/")).mkdir(parents=True, exist_ok=True)
+        done.touch()
 
     def note(self, one: recipes.Instruction, state: State) -> None:
         """An instruction that only says how the next ones are carried out."""
@@ -384,6 +392,7 @@ def parse_arguments() -> argparse.Namespace:
         default=[],
         help="a file or folder of this machine that RUN sees, as certificates",
     )
+    add("--reuse", action="store_true", help="do not make stages again that --keep left")
     add("--keep", action="store_true", help="leave the stages' files (some GB)")
     return parser.parse_args()
 
@@ -405,7 +414,7 @@ def main() -> int:
     system("unshare", _FLAGS["mount"])  # what is mounted here goes with this process
     mount("none", Path("/"), "", _MS["rec"] | _MS["private"])
     for folder in args.work.glob("*"):
-        if folder.name != "caches":
+        if folder.name != "caches" and not args.reuse:
             shutil.rmtree(folder)
     builder = Builder(
         recipe,
