@@ -260,6 +260,7 @@ def test_curves_and_their_crossings() -> None:
         ("send_recv --ranks 1", "send_recv needs two ranks"),
         ("all_reduce -e 900G --ranks 2", "needs about"),
         ("all_reduce --ranks 2 --plot a.xyz", "ends in .png or .svg"),
+        ("all_reduce --ranks 2 -J /nowhere/at/all.json", "there is no such folder"),
         ("all_reduce --ranks 2 --compare /nowhere.json", "is no --json of an earlier run"),
     ],
 )

@@ -60,6 +60,9 @@ def _check(settings: Settings, place: tuple[int, int] | None) -> None:
     assert ranks is not None
     if settings.root >= ranks:
         raise InvalidArgument(f"--root {settings.root}: ranks are 0 to {ranks - 1}")
+    for path in (settings.json, settings.csv, settings.plot):
+        if path and not path.absolute().parent.is_dir():
+            raise InvalidArgument(f"{path} cannot be written: there is no such folder")
     if settings.plot:
         check_plot()
     if settings.compare:
