@@ -177,6 +177,38 @@ class Config:
                 )
 
 
+#: By launcher (torchrun, Open MPI, MPICH and Hydra, Slurm): variables with rank, ranks, and rank on its host.
+_LAUNCHERS = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launcher told this process: its rank, how many there are, and its rank on this host."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Launch | None:
+        """None if no launcher started this process; ValueError if it told something that is no number."""
+        for rank, ranks, local in _LAUNCHERS:
+            if rank in environment and ranks in environment:
+                here, count = int(environment[rank]), int(environment[ranks])
+                return cls(here, count, int(environment.get(local, here)))
+        return None
+
+
+def child_environment(told: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment for a child, with these variables in it."""
+    return {**os.environ, **told}
+
+
 @cache
 def config() -> Config:
     """This process's settings, read once."""

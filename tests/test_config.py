@@ -15,7 +15,14 @@ from harness import Refused, attempt, run
 import pycomm
 import pycomm.config
 from pycomm import rendezvous
-from pycomm.config import BUILD_VARIABLES, TEST_VARIABLES, Config, table
+from pycomm.config import (
+    BUILD_VARIABLES,
+    TEST_VARIABLES,
+    Config,
+    Launch,
+    child_environment,
+    table,
+)
 from pycomm.extension import check_versions, minor
 
 
@@ -166,3 +173,32 @@ def test_errors_form_one_family() -> None:
     assert issubclass(pycomm.Error, RuntimeError)
     assert issubclass(pycomm.InvalidArgument, ValueError)
     assert issubclass(pycomm.TimeoutError, builtins.TimeoutError)
+
+
+@pytest.mark.parametrize(
+    ("told", "place"),
+    [
+        ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}, Launch(3, 8, 1)),
+        ({"RANK": "3", "WORLD_SIZE": "8"}, Launch(3, 8, 3)),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, Launch(0, 2, 0)),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0"}, Launch(1, 2, 0)),
+        ({"SLURM_PROCID": "5", "SLURM_NTASKS": "6", "SLURM_LOCALID": "2"}, Launch(5, 6, 2)),
+        ({"RANK": "3"}, None),
+        ({}, None),
+    ],
+)
+def test_what_a_launcher_told(told: dict[str, str], place: Launch | None) -> None:
+    """torchrun's, Open MPI's, MPICH's and Slurm's variables; half of a pair is nobody's word."""
+    assert Launch.from_environment(told) == place
+
+
+def test_a_launchers_rank_is_a_number() -> None:
+    with pytest.raises(ValueError, match="one"):
+        Launch.from_environment({"RANK": "one", "WORLD_SIZE": "2"})
+
+
+def test_children_see_what_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "7")
+    monkeypatch.setenv("OTHER", "stays")
+    seen = child_environment({"RANK": "1"})
+    assert (seen["RANK"], seen["OTHER"]) == ("1", "stays")

@@ -11,7 +11,7 @@ from rich.progress import Progress
 
 from pycomm.bench.measure import Row, measure
 from pycomm.bench.plot import draw
-from pycomm.bench.ranks import check_memory, check_plot, join, missing, rank_here, start
+from pycomm.bench.ranks import check_memory, check_plot, join, missing, start
 from pycomm.bench.report import (
     cells_of,
     facts,
@@ -24,6 +24,7 @@ from pycomm.bench.report import (
     write_files,
 )
 from pycomm.bench.settings import Settings, parser, settings_of
+from pycomm.config import Launch
 from pycomm.errors import Error, InvalidArgument
 
 
@@ -33,21 +34,21 @@ def main(arguments: list[str] | None = None) -> int:
     made = parser()
     try:
         settings = settings_of(made.parse_args(words))
-        place = rank_here()
+        place = Launch.from_environment()
         _check(settings, place)
-    except InvalidArgument as error:
+    except ValueError as error:
         made.error(str(error))
     if place is None:
         assert settings.ranks is not None
         return start(words, settings.ranks)
     try:
-        return run_rank(settings, *place)
+        return run_rank(settings, place)
     except (Error, RuntimeError) as error:
-        print(f"pycomm.bench: rank {place[0]}: {error}", file=sys.stderr)
+        print(f"pycomm.bench: rank {place.rank}: {error}", file=sys.stderr)
         return 1
 
 
-def _check(settings: Settings, place: tuple[int, int] | None) -> None:
+def _check(settings: Settings, place: Launch | None) -> None:
     """Raises InvalidArgument for what cannot be done here, ahead of any rank's start."""
     for backend in settings.backends:
         if why := missing(backend):
@@ -56,7 +57,7 @@ def _check(settings: Settings, place: tuple[int, int] | None) -> None:
         raise InvalidArgument(
             "--ranks N starts ranks here; without it, start this by torchrun, mpirun or srun"
         )
-    ranks = place[1] if place else settings.ranks
+    ranks = place.world_size if place else settings.ranks
     assert ranks is not None
     if settings.root >= ranks:
         raise InvalidArgument(f"--root {settings.root}: ranks are 0 to {ranks - 1}")
@@ -70,10 +71,11 @@ def _check(settings: Settings, place: tuple[int, int] | None) -> None:
     check_memory(settings, settings.ranks or 1)
 
 
-def run_rank(settings: Settings, rank: int, ranks: int) -> int:
+def run_rank(settings: Settings, place: Launch) -> int:
     """One rank's part; rank 0 speaks and writes."""
-    groups, control = join(settings, rank, ranks)
-    about = facts(ranks) if rank == 0 else {}
+    rank = place.rank
+    groups, control = join(settings, place)
+    about = facts(place.world_size) if rank == 0 else {}
     rows = _show(measure(settings, groups, control), settings, about, rank)
     verdict: list[Any] = [0]
     if rank == 0:

@@ -17,26 +17,12 @@ import torch
 import torch.distributed as dist
 
 from pycomm.bench.settings import Settings
+from pycomm.config import Launch, child_environment
 from pycomm.errors import InvalidArgument
 
-#: By launcher: the variables with the rank and the number of ranks.
-LAUNCHERS: Final = (
-    ("RANK", "WORLD_SIZE"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("PMI_RANK", "PMI_SIZE"),
-    ("SLURM_PROCID", "SLURM_NTASKS"),
-)
 #: Seconds that other ranks get to end by themselves when one has failed.
 GRACE: Final = 10.0
 _TIMEOUT: Final = timedelta(seconds=120)
-
-
-def rank_here() -> tuple[int, int] | None:
-    """This process's rank, and how many there are, if a launcher has said so."""
-    for rank, ranks in LAUNCHERS:
-        if rank in os.environ and ranks in os.environ:
-            return int(os.environ[rank]), int(os.environ[ranks])
-    return None
 
 
 def start(arguments: list[str], ranks: int) -> int:
@@ -49,7 +35,7 @@ def start(arguments: list[str], ranks: int) -> int:
         told = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
         told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         command = [sys.executable, "-m", "pycomm.bench", *arguments]
-        processes.append(subprocess.Popen(command, env={**os.environ, **told}))
+        processes.append(subprocess.Popen(command, env=child_environment(told)))
     try:
         return _await(processes)
     finally:
@@ -107,15 +93,16 @@ def check_memory(settings: Settings, ranks_here: int) -> None:
 
 
 def join(
-    settings: Settings, rank: int, ranks: int
+    settings: Settings, launch: Launch
 ) -> tuple[dict[str, dist.ProcessGroup], dist.ProcessGroup]:
     """The backends' groups by name, and one for what the ranks tell each other between measurements."""
     torch.set_num_threads(1)
     cores = sorted(os.sched_getaffinity(0))
-    local = int(os.environ.get("LOCAL_RANK", rank))
-    if settings.bind and settings.ranks is not None and len(cores) >= ranks:
-        os.sched_setaffinity(0, {cores[local]})
-    dist.init_process_group("gloo", rank=rank, world_size=ranks, timeout=_TIMEOUT)
+    if settings.bind and settings.ranks is not None and len(cores) >= launch.world_size:
+        os.sched_setaffinity(0, {cores[launch.local_rank]})
+    dist.init_process_group(
+        "gloo", rank=launch.rank, world_size=launch.world_size, timeout=_TIMEOUT
+    )
     control = dist.group.WORLD
     assert control is not None
     groups: dict[str, Any] = {
