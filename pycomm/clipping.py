@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from pycomm.errors import Error, InvalidArgument, MismatchError
 
 if TYPE_CHECKING:
+    from pycomm.pipeline.teams import Teams
     from pycomm.tensor_parallel.group import Group, GroupLike
 
 _TOLERANCE = 1e-3  # between data parallel ranks, whose processors may round differently
@@ -26,7 +27,7 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
     *,
-    pipeline_group: GroupLike = None,
+    pipeline_group: GroupLike | Teams = None,
     data_group: GroupLike = None,
     counted_elsewhere: Collection[torch.Tensor] = (),
 ) -> torch.Tensor:
@@ -35,8 +36,8 @@ def clip_grad_norm_(
     Parts of a parameter, those of pycomm.tensor_parallel and of DTensors (FSDP2), count over all ranks that hold them,
     what is replicated counts once; both are known from the parameters. Besides, where given:
 
-    - ``pipeline_group``: ranks each of which has parameters of its own, as a pipeline's stages have. One that several
-      have, such as a tied embedding, must be in ``counted_elsewhere`` of all but one of them.
+    - ``pipeline_group``: ranks each of which has parameters of its own, as a pipeline's stages have, or the pipeline's
+      Teams. One that several have, such as a tied embedding, must be in ``counted_elsewhere`` of all but one of them.
     - ``data_group``: ranks that have averaged their gradients. Their norms are compared: MismatchError if they differ,
       as after a backward under no_sync. Not for FSDP's ranks, which the parameters know.
 
@@ -160,26 +161,47 @@ def _over(groups: Iterable[Group], norm: torch.Tensor, order: float) -> torch.Te
 
 
 def _over_model(
-    norm: torch.Tensor, order: float, pipeline_group: GroupLike, data_group: GroupLike
+    norm: torch.Tensor, order: float, pipeline_group: GroupLike | Teams, data_group: GroupLike
 ) -> torch.Tensor:
     """Collective: of all stages, and the same on all replicas."""
+    from pycomm.pipeline.teams import Teams
     from pycomm.tensor_parallel.group import group_of
 
-    if pipeline_group is not None:
+    if isinstance(pipeline_group, Teams):
+        norm = _over_teams(norm, order, pipeline_group)
+    elif pipeline_group is not None:
         norm = _over([group_of(pipeline_group)], norm, order)
     if data_group is None:
         return norm
     replicas = group_of(data_group)
     everyone = _gathered(norm, replicas)
-    first, *others = everyone.tolist()
-    for rank, other in enumerate(others, 1):
+    _check_average(everyone, range(replicas.world_size), replicas, "the data parallel group")
+    return everyone.max()
+
+
+def _over_teams(norm: torch.Tensor, order: float, teams: Teams) -> torch.Tensor:
+    """Collective: each team counts once; its replicas have averaged their gradients."""
+    everyone = _gathered(norm, teams.group)
+    own = []
+    for team in range(len(teams.sizes)):
+        members = teams.ranks_of(team)
+        _check_average(everyone, members, teams.group, "the pipeline")
+        own.append(everyone[members[0] : members[-1] + 1].max())
+    return _combined(torch.stack(own), order)
+
+
+def _check_average(norms: torch.Tensor, members: Sequence[int], group: Group, where: str) -> None:
+    """Raises MismatchError if the members' norms are not the same."""
+    found = norms.tolist()
+    first = found[members[0]]
+    for rank in members[1:]:
+        other = found[rank]
         finite = math.isfinite(first), math.isfinite(other)
         if finite[0] != finite[1] or (all(finite) and abs(other - first) > _TOLERANCE * first):
             raise MismatchError(
-                f"rank {replicas.rank}: the gradients' norm is {first:.6g} on rank 0 of the data parallel group and "
+                f"rank {group.rank}: the gradients' norm is {first:.6g} on rank {members[0]} of {where} and "
                 f"{other:.6g} on rank {rank}; average the gradients before they are clipped"
             )
-    return everyone.max()
 
 
 def _scale(gradients: Iterable[torch.Tensor], factor: torch.Tensor, foreach: bool | None) -> None:

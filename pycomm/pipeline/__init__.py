@@ -13,6 +13,7 @@ _MODULES = {
     "Evaluation": "runtime",
     "Pipeline": "runtime",
     "PipelineStage": "stage",
+    "Teams": "teams",
     "pop": "skip",
     "split": "cut",
     "stash": "skip",

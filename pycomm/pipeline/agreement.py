@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pycomm.errors import Error, InvalidArgument, MismatchError
 from pycomm.pipeline.schedules.action import Schedule
+from pycomm.pipeline.teams import Teams
 from pycomm.pipeline.values import tensors_of
-from pycomm.tensor_parallel.group import Group
 
 #: Of a rank that does not see the batch.
 UNSEEN = -1
@@ -24,15 +25,16 @@ class Rank:
     sight: int  # of the tensors that it sees
     size: int  # rows of the batch, or UNSEEN
     is_wrong: bool
+    content: int = 0  # of those tensors, in a first call that several ranks pass the same batch
 
     def row(self) -> list[int]:
         """As numbers."""
-        return [self.program, self.mode, self.sight, self.size, int(self.is_wrong)]
+        return [self.program, self.mode, self.sight, self.size, int(self.is_wrong), self.content]
 
     @classmethod
     def of(cls, row: list[int]) -> Rank:
         """The inverse."""
-        return cls(row[0], row[1], row[2], row[3], bool(row[4]))
+        return cls(row[0], row[1], row[2], row[3], bool(row[4]), row[5])
 
 
 @dataclass(frozen=True)
@@ -52,11 +54,12 @@ class Agreement:
         return list(zip([0, *ends], ends, strict=False))
 
 
-def agree(group: Group, mine: Rank, schedule: Schedule, error: Error | None) -> Agreement:
+def agree(teams: Teams, mine: Rank, schedule: Schedule, error: Error | None) -> Agreement:
     """Collective, some bytes. `error`: what is wrong with this rank's arguments.
 
     Raises it, and InvalidArgument on all others; MismatchError on all ranks where they differ.
     """
+    group = teams.group
     ranks = tuple(Rank.of(row) for row in group.gather_numbers(mine.row()))
     if error is not None:
         raise error
@@ -73,7 +76,9 @@ def agree(group: Group, mine: Rank, schedule: Schedule, error: Error | None) -> 
             raise MismatchError(
                 f"{who}: rank {others[0]} and rank 0 of the pipeline have different {what}"
             )
-    first, last = schedule.placement[0], schedule.placement[-1]
+    for stage, what in ((0, "inputs"), (-1, "targets")):
+        _check_alike(ranks, teams.ranks_of(schedule.placement[stage]), what, who)
+    first, last = (teams.rank_of(schedule.placement[stage]) for stage in (0, -1))
     size, targets = ranks[first].size, ranks[last].size
     if targets not in (UNSEEN, size):
         raise MismatchError(
@@ -83,7 +88,26 @@ def agree(group: Group, mine: Rank, schedule: Schedule, error: Error | None) -> 
         raise InvalidArgument(
             f"{who}: a batch of {size} rows does not give {schedule.microbatches} microbatches one row each"
         )
-    return Agreement(ranks, size, schedule.microbatches)
+    most = max(team.replicas for team in teams.sizes)
+    if size // schedule.microbatches < most:
+        raise InvalidArgument(
+            f"{who}: a batch of {size} rows does not give {most} replicas a row of each of {schedule.microbatches} "
+            "microbatches"
+        )
+    key = tuple(replace(said, content=0) for said in ranks)
+    return Agreement(key, size, schedule.microbatches)
+
+
+def _check_alike(ranks: Sequence[Rank], team: Sequence[int], what: str, who: str) -> None:
+    """A team's ranks are all given the whole batch, of which each takes its rows."""
+    for rank in team:
+        here, there = ranks[rank], ranks[team[0]]
+        if (here.size, here.content) != (there.size, there.content):
+            raise MismatchError(
+                f"{who}: ranks {team[0]} and {rank}, of one team, have different {what}"
+                f"{'' if here.size == there.size else f', of {there.size} and {here.size} rows'}; all ranks of a team "
+                "are given the same whole batch, of which each replica takes its rows"
+            )
 
 
 def rows_of(values: Any, what: str) -> int:

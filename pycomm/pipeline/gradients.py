@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pycomm.errors import InvalidArgument
 from pycomm.pipeline.messages import Mail
 from pycomm.pipeline.stage import PipelineStage
+from pycomm.pipeline.teams import Piece, Teams
 from pycomm.pipeline.values import Meta
 
 _BUCKET_BYTES = 25 << 20
@@ -69,21 +71,36 @@ def _buckets(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
 class Tied:
     """Parameters that several ranks' stages have: every step's gradients are summed over them, once."""
 
-    def __init__(self, mail: Mail, rank: int) -> None:
-        self.mail, self.rank = mail, rank
+    def __init__(self, mail: Mail, teams: Teams) -> None:
+        self.mail, self.teams, self.rank = mail, teams, teams.group.rank
         self._owners: dict[str, list[int]] = {}
         self._own: dict[str, nn.Parameter] = {}
         self._before: dict[str, Tensor | None] = {}
 
-    def meet(self, stages: Sequence[PipelineStage], world_size: int) -> None:
-        """Collective: learns who else has them."""
+    def meet(self, stages: Sequence[PipelineStage]) -> None:
+        """Collective: learns who else has them; raises InvalidArgument, on all ranks, where that cannot be summed."""
+        teams = self.teams
         mine = {name: parameter for stage in stages for name, parameter in stage.tied.items()}
-        everyone: list[list[str]] = [[] for _ in range(world_size)]
+        everyone: list[list[str]] = [[] for _ in range(teams.group.world_size)]
         dist.all_gather_object(everyone, sorted(mine), group=self.mail.group)
         for name in sorted({name for names in everyone for name in names}):
-            owners = [rank for rank, names in enumerate(everyone) if name in names]
-            if len(owners) > 1:
-                self._owners[name] = owners
+            owners = [
+                team
+                for team in range(len(teams.sizes))
+                if any(name in everyone[rank] for rank in teams.ranks_of(team))
+            ]
+            if len({teams.sizes[team] for team in owners}) > 1:
+                sizes = [tuple(teams.sizes[team]) for team in owners]
+                raise InvalidArgument(
+                    f"rank {self.rank}: {name} is tied between teams {owners} of (replicas, shards) {sizes}; they "
+                    "must have the same sizes"
+                )
+            if len(owners) > 1 and teams.team in owners:
+                self._owners[name] = [
+                    teams.rank_of(owner, teams.replica, teams.shard) for owner in owners
+                ]
+            elif len(owners) > 1:
+                self._owners[name] = []
         self._own = {name: mine[name] for name in self._owners if name in mine}
 
     @property
@@ -113,9 +130,8 @@ class Tied:
             tag = self.mail.end + index
             meta = [Meta(tuple(own.shape), own.dtype, False)]
             others = [owner for owner in owners if owner != self.rank]
-            posted = {owner: self.mail.post(meta, owner, tag) for owner in others}
-            for owner in others:
-                self.mail.send([own], owner, tag)
+            posted = {owner: self.mail.post(meta, [Piece(owner, None)], tag) for owner in others}
+            self.mail.send([own], [Piece(owner, None) for owner in others], tag)
             expected.append((name, own, posted))
         for name, own, posted in expected:
             parts = [

@@ -35,7 +35,7 @@ def measure(pipeline: Pipeline, inputs: Any, target: Any, steps: int) -> Costs:
     before = [parameter.grad for parameter in parameters]
     seconds: dict[tuple[int, Kind], list[float]] = defaultdict(list)
     weights: dict[int, float] = {}
-    rank = pipeline.group.rank
+    rank = pipeline.teams.team
     with pipeline.no_sync():
         for kinds in ((Kind.B,), (Kind.I, Kind.W)):
             program = Program.of(_with(pipeline.schedule, kinds), rank)

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pycomm.errors import InvalidArgument
+from pycomm.errors import InvalidArgument, MismatchError
 from pycomm.pipeline.schedules.action import Action, Kind
+from pycomm.pipeline.teams import Piece
 from pycomm.pipeline.values import Layout, Meta
 
 #: Of one message of the schedule: its tensors, then the length of its layout, and the layout.
@@ -56,8 +57,8 @@ class Mail:
             )
         self._sending: deque[tuple[Any, Tensor]] = deque()
 
-    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
-        """Starts it; the tensors are left alone until flush()."""
+    def send(self, tensors: Sequence[Tensor], pieces: Sequence[Piece], tag: int) -> None:
+        """Starts it, to each piece's rank; the tensors are left alone until flush()."""
         if len(tensors) > TENSORS:
             raise InvalidArgument(
                 f"a stage hands on {len(tensors)} tensors, but a message has {TENSORS} at most"
@@ -66,23 +67,46 @@ class Mail:
             self._sending.popleft()[0].wait()
         for index, tensor in enumerate(tensors):
             whole = tensor.contiguous()
-            self._sending.append((self.group.send([whole], peer, tag + index), whole))
+            for peer, rows in pieces:
+                part = whole if rows is None else whole[rows]
+                self._sending.append((self.group.send([part], peer, tag + index), part))
 
-    def post(self, metas: Sequence[Meta], peer: int, tag: int) -> Posted:
-        """Expects tensors like these."""
+    def post(self, metas: Sequence[Meta], pieces: Sequence[Piece], tag: int) -> Posted:
+        """Expects tensors like these, each piece from its rank."""
         tensors = [meta.empty(self.device) for meta in metas]
-        works = [self.group.recv([t], peer, tag + i) for i, t in enumerate(tensors)]
+        works = [
+            self.group.recv([t if rows is None else t[rows]], peer, tag + i)
+            for i, t in enumerate(tensors)
+            for peer, rows in pieces
+        ]
         return Posted(tensors, works)
 
-    def send_layout(self, layout: Layout, peer: int, tag: int) -> None:
-        """Ahead of a message whose receiver does not know it."""
+    def send_layout(self, layout: Layout, pieces: Sequence[Piece], tag: int) -> None:
+        """Ahead of a message whose receivers do not know it."""
+        for peer, rows in pieces:
+            part = layout if rows is None else layout.with_rows(rows.stop - rows.start)
+            self._send_layout(part, peer, tag)
+
+    def _send_layout(self, layout: Layout, peer: int, tag: int) -> None:
         text = torch.frombuffer(bytearray(pickle.dumps(layout)), dtype=torch.uint8).to(self.device)
         length = torch.tensor([len(text)], device=self.device)
         for part, offset in ((length, _LENGTH), (text, _LAYOUT)):
             self._sending.append((self.group.send([part], peer, tag + offset), part))
 
-    def receive_layout(self, peer: int, tag: int) -> Layout:
-        """Waits for it."""
+    def receive_layout(self, pieces: Sequence[Piece], tag: int) -> Layout:
+        """Waits for it; raises MismatchError where the pieces' senders have different ones."""
+        layouts = [self._receive_layout(piece.peer, tag) for piece in pieces]
+        if (rows := pieces[-1].rows) is not None:
+            layouts = [layout.with_rows(rows.stop) for layout in layouts]
+        for piece, layout in zip(pieces, layouts, strict=True):
+            if layout != layouts[0]:
+                raise MismatchError(
+                    f"rank {pieces[0].peer} of the pipeline hands on {layouts[0]}, but rank {piece.peer}, which has "
+                    f"other rows of the same microbatch, {layout}"
+                )
+        return layouts[0]
+
+    def _receive_layout(self, peer: int, tag: int) -> Layout:
         length = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.group.recv([length], peer, tag + _LENGTH).wait()
         text = torch.empty(int(length), dtype=torch.uint8, device=self.device)

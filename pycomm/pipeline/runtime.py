@@ -28,6 +28,7 @@ from pycomm.pipeline.schedules import Costs, Kind, Schedule, build, validate
 from pycomm.pipeline.schedules.action import actions_of
 from pycomm.pipeline.stage import PipelineStage
 from pycomm.pipeline.step import Step
+from pycomm.pipeline.teams import Teams, checksum
 from pycomm.pipeline.values import Layout, tensors_of
 from pycomm.tensor_parallel.group import GroupLike, group_of
 
@@ -53,6 +54,9 @@ class Pipeline:
     loss_fn: takes the last stage's output and, if there is one, the target; returns the mean over a microbatch's rows.
     None: the output is the loss.
     data_group: ranks that have the same stages of other replicas; gradients are averaged over them in every step().
+    teams: how many ranks have each of the schedule's places, as replicas and as shards: see Teams. Then all ranks of
+    the first team pass the same whole inputs, those of the last one the same targets, and all of the last one have
+    losses and outputs.
     dynamic: layouts travel with every message. For models whose outputs' shapes depend on more than their inputs'
     shapes; else a change raises MismatchError.
 
@@ -69,6 +73,7 @@ class Pipeline:
         loss_fn: LossFunction | None = None,
         data_group: GroupLike = None,
         dynamic: bool = False,
+        teams: Teams | None = None,
     ) -> None:
         own = [stages] if isinstance(stages, PipelineStage) else list(stages)
         if not own:
@@ -76,10 +81,13 @@ class Pipeline:
         self.stages = {stage.index: stage for stage in own}
         self.group = group_of(own[0].group)
         self.loss_fn, self.dynamic = loss_fn, dynamic
+        if teams is not None and data_group is not None:
+            raise InvalidArgument("teams have replicas of their own: data_group= goes without them")
+        self.teams = teams or Teams.of_one(self.group)
+        places = len(self.teams.sizes)
         if isinstance(schedule, str):
-            count = microbatches or 2 * self.group.world_size
-            chunks = own[0].num_stages // self.group.world_size or 1
-            schedule = build(schedule, self.group.world_size, count, chunks)
+            count = microbatches or 2 * places
+            schedule = build(schedule, places, count, own[0].num_stages // places or 1)
         elif microbatches not in (None, schedule.microbatches):
             raise InvalidArgument(
                 f"the schedule is for {schedule.microbatches} microbatches, not {microbatches}"
@@ -91,7 +99,7 @@ class Pipeline:
             tuple(a for a in actions_of(program) if a.kind == Kind.F)
             for program in schedule.programs
         )
-        rank = self.group.rank
+        rank = self.teams.team
         self._training = Program.of(schedule, rank)
         self._evaluating = Program.of(replace(schedule, programs=forwards), rank)
         self._parameters = [p for stage in own for _, p in stage.named_parameters()]
@@ -101,7 +109,7 @@ class Pipeline:
         if process_group is not None:
             self.mail = Mail(process_group, device, schedule.stages, schedule.microbatches)
         replicas = None if data_group is None else group_of(data_group).process_group
-        self.replicas = Replicas(replicas)
+        self.replicas = Replicas(replicas if teams is None else teams.replica_group)
         self.averages = True
         self.tied: Tied | None = None
         self._layouts: dict[Any, dict[tuple[int, int], Layout]] = {}
@@ -110,10 +118,12 @@ class Pipeline:
         self.peak_activations = 0
 
     def _check_stages(self, own: Sequence[PipelineStage]) -> None:
-        schedule, rank = self.schedule, self.group.rank
-        if schedule.ranks != self.group.world_size:
+        schedule, rank = self.schedule, self.teams.team
+        if self.teams.group.process_group is not self.group.process_group:
+            raise InvalidArgument(f"the {self.teams} are of another group than the stages")
+        if schedule.ranks != len(self.teams.sizes):
             raise InvalidArgument(
-                f"the schedule is for {schedule.ranks} ranks, the group has {self.group.world_size}"
+                f"the schedule is for {schedule.ranks} ranks, the group has {len(self.teams.sizes)}"
             )
         wanted = schedule.stages_of(rank)
         if sorted(stage.index for stage in own) != wanted or own[0].num_stages != schedule.stages:
@@ -186,8 +196,9 @@ class Pipeline:
             raise Error(f"rank {self.group.rank}: an earlier step failed: {self._broken}")
         agreed = self._agree(program, inputs, target, everywhere)
         if self.tied is None and self.mail is not None:
-            self.tied = Tied(self.mail, self.group.rank)
-            self.tied.meet(list(self.stages.values()), self.group.world_size)
+            tied = Tied(self.mail, self.teams)
+            tied.meet(list(self.stages.values()))
+            self.tied = tied
         step = make(self, program, agreed, inputs, target, loss_scale)
         try:
             step.play()
@@ -202,7 +213,7 @@ class Pipeline:
 
     def _agree(self, program: Program, inputs: Any, target: Any, everywhere: bool) -> Agreement:
         """Collective."""
-        schedule, rank = self.schedule, self.group.rank
+        schedule, rank = self.schedule, self.teams.team
         seen: list[Any] = []
         size, problem = UNSEEN, None
         try:
@@ -210,7 +221,7 @@ class Pipeline:
                 seen.append(inputs)
                 size = rows_of(inputs, "inputs")
                 if size == UNSEEN:
-                    raise InvalidArgument(f"rank {rank} has stage 0, which needs inputs")
+                    raise InvalidArgument(f"rank {self.group.rank} has stage 0, which needs inputs")
             if rank == schedule.placement[-1]:
                 seen.append(target)
                 rows = rows_of(target, "targets")
@@ -222,14 +233,16 @@ class Pipeline:
         shapes = [(tuple(t.shape), t.dtype) for t in tensors_of(seen)]
         trained = sum(p.requires_grad for p in self._parameters)
         modes = [stage.module.training for stage in self.stages.values()]
+        is_first_of_several = self.tied is None and self.teams.sizes[rank].ranks > 1
         mine = Rank(
-            program=program.digest,
+            program=program.digest ^ digest(self.teams.sizes),
             mode=int(everywhere),
             sight=digest((shapes, trained, modes)),
             size=size,
             is_wrong=problem is not None,
+            content=checksum(tensors_of(seen)) if is_first_of_several else 0,
         )
-        return agree(self.group, mine, schedule, problem)
+        return agree(self.teams, mine, schedule, problem)
 
     def _tell_loss(self, step: Step) -> None:
         """Collective: from the last stage's rank to all."""
@@ -237,7 +250,8 @@ class Pipeline:
             return
         there = step.loss is not None
         told = torch.tensor([there, step.loss if there else 0.0], dtype=torch.float64)
-        source = dist.get_global_rank(self.group.process_group, self.schedule.placement[-1])
+        last = self.teams.rank_of(self.schedule.placement[-1])
+        source = dist.get_global_rank(self.group.process_group, last)
         dist.broadcast(told, source, group=self.group.process_group)
         if told[0] and not there:
             step.loss = told[1]
@@ -245,12 +259,16 @@ class Pipeline:
     def _give_up(self, step: Step, error: BaseException) -> None:
         """So that nobody waits for what will not come."""
         self._broken = f"{step.where}: {type(error).__name__}: {error}"
+        self._abort(self.replicas.group, self.teams.shard_group)
         if isinstance(error, Error) and not isinstance(error, (InvalidArgument, MismatchError)):
             return  # the group has told all of its ranks
-        group = self.group.process_group
-        communicator = None if group is None else find_communicator(group)
-        if communicator is not None:
-            communicator.abort(self._broken)
+        self._abort(self.group.process_group)
+
+    def _abort(self, *groups: dist.ProcessGroup | None) -> None:
+        for group in groups:
+            communicator = None if group is None else find_communicator(group)
+            if communicator is not None:
+                communicator.abort(self._broken)
 
     def measure(self, *inputs: Any, target: Any = None, steps: int = 3) -> Costs:
         """Collective: what the stages' F, B, I and W take in seconds, and activations in bytes: see measure.py."""

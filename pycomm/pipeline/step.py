@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from pycomm.errors import InvalidArgument, MismatchError
@@ -15,6 +16,7 @@ from pycomm.pipeline.messages import Posted
 from pycomm.pipeline.program import Program
 from pycomm.pipeline.schedules import Action, Kind
 from pycomm.pipeline.stage import Forwarded, Handed
+from pycomm.pipeline.teams import Piece, share_of
 from pycomm.pipeline.values import map_tensors, split_rows, take_apart, tensors_of
 
 if TYPE_CHECKING:
@@ -35,19 +37,23 @@ class Step:
     ) -> None:
         self.pipeline, self.program, self.mail = pipeline, program, pipeline.mail
         self.has_target, self.loss_scale = target is not None, loss_scale
-        self.rows, self.size = agreed.rows, agreed.size
+        self.teams, self.rows, self.size = pipeline.teams, agreed.rows, agreed.size
+        #: Of each microbatch, this replica's.
+        self.own_rows: list[tuple[int, int]] = []
+        for begin, end in self.rows:
+            first, last = self.teams.share(end - begin)
+            self.own_rows.append((begin + first, begin + last))
         stages = pipeline.stages.values()
         if any(stage.is_first for stage in stages):
-            self.inputs = split_rows(inputs, self.rows)
+            self.inputs = split_rows(inputs, self.own_rows)
         if any(stage.is_last for stage in stages):
-            self.targets = split_rows(target, self.rows)
+            self.targets = split_rows(target, self.own_rows)
         self.layouts, self.fresh = pipeline.layouts_of(agreed)
         self.losses: list[Tensor] = []
         self.outputs: list[Any] = []
         self.loss: Tensor | None = None
         self.action: Action | None = None
         self.peak = 0
-        self._weight_loss: list[float] = []
         self._handed: dict[tuple[int, int], Handed] = {}
         self._going: dict[tuple[int, int], Handed] = {}
         self._forwarded: dict[tuple[int, int], Forwarded] = {}
@@ -146,11 +152,11 @@ class Step:
             raise InvalidArgument(
                 f"the loss of a microbatch must be a tensor of one element, not {take_apart(loss)[1]}"
             )
-        begin, end = self.rows[microbatch]
-        share = (end - begin) / self.size
+        begin, end = self.own_rows[microbatch]
         self.losses.append(loss.detach())
-        self._weight_loss.append(share)
-        return [loss * (share * self.loss_scale)] if loss.requires_grad else []
+        # Replicas' gradients are averaged, so each has as many times its part of the sum as there are replicas.
+        weight = (end - begin) / self.size * self.teams.replicas
+        return [loss * (weight * self.loss_scale)] if loss.requires_grad else []
 
     # ---- backward
 
@@ -201,6 +207,13 @@ class Step:
 
     # ---- messages
 
+    def pieces(self, action: Action) -> tuple[list[Piece], int]:
+        """Of a message: what this rank exchanges with which others, and its first tag."""
+        team, tag = self.program.routes[action]
+        begin, end = self.rows[action.microbatch]
+        sends = action.kind in (Kind.SEND_F, Kind.SEND_B)
+        return self.teams.pieces(team, end - begin, sends), tag
+
     def post(self, action: Action) -> None:
         """Expects a message of a known layout."""
         assert self.mail is not None
@@ -208,16 +221,17 @@ class Step:
             metas = self.layouts[action.stage, action.microbatch].tensors
         else:
             metas = self.layouts[action.stage + 1, action.microbatch].gradients
-        self._posted[action] = self.mail.post(metas, *self.program.routes[action])
+        self._posted[action] = self.mail.post(metas, *self.pieces(action))
 
     def send_forward(self, action: Action) -> None:
         """SEND_F."""
         assert self.mail is not None
         handed = self._going.pop((action.stage, action.microbatch))
-        peer, tag = self.program.routes[action]
+        pieces, tag = self.pieces(action)
         place = (action.stage + 1, action.microbatch)
         if self.fresh:
-            self.mail.send_layout(handed.layout, peer, tag)
+            self.check_handed(handed, action)
+            self.mail.send_layout(handed.layout, pieces, tag)
             self.layouts[place] = handed.layout
         elif handed.layout is not self.layouts[place] and handed.layout != self.layouts[place]:
             raise MismatchError(
@@ -225,14 +239,28 @@ class Step:
                 f"{self.layouts[place]} in an earlier step with the same inputs' shapes; Pipeline(dynamic=True) "
                 "lets it"
             )
-        self.mail.send(handed.tensors, peer, tag)
+        self.mail.send(handed.tensors, pieces, tag)
+
+    def check_handed(self, handed: Handed, action: Action) -> None:
+        """Raises where the next stage's ranks would take it for something else."""
+        team, _ = self.program.routes[action]
+        begin, end = self.own_rows[action.microbatch]
+        if self.teams.splits(team):
+            for meta in handed.layout.tensors:
+                if meta.shape[:1] != (end - begin,):
+                    raise InvalidArgument(
+                        f"stage {action.stage} hands on {meta} to a team with another number of replicas, which "
+                        f"divides it by rows: its first dimension must be the microbatch's, here {end - begin}"
+                    )
+        if self.teams.sizes[team].shards != self.teams.shards:
+            self.teams.check_alike(handed.tensors, f"what stage {action.stage} hands on")
 
     def receive_forward(self, action: Action) -> None:
         """RECV_F."""
         assert self.mail is not None
         place = (action.stage, action.microbatch)
         if self.fresh:
-            self.layouts[place] = self.mail.receive_layout(*self.program.routes[action])
+            self.layouts[place] = self.mail.receive_layout(*self.pieces(action))
             self.post(action)
         self._handed[place] = Handed(self._posted.pop(action).wait(), self.layouts[place])
 
@@ -240,28 +268,61 @@ class Step:
         """SEND_B."""
         assert self.mail is not None
         gradients = self._returning.pop((action.stage, action.microbatch))
-        self.mail.send(gradients, *self.program.routes[action])
+        self.mail.send(gradients, *self.pieces(action))
 
     def receive_backward(self, action: Action) -> None:
         """RECV_B."""
         if self.fresh:
             self.post(action)
-        arrived: list[Tensor | None] = list(self._posted.pop(action).wait())
-        self._gradients[action.stage, action.microbatch] = arrived
+        arrived = self._posted.pop(action).wait()
+        team, _ = self.program.routes[action]
+        if self.teams.splits(team):  # see finish_output
+            for gradient in arrived:
+                gradient *= self.teams.replicas / self.teams.sizes[team].replicas
+        self._gradients[action.stage, action.microbatch] = list(arrived)
 
     # ---- results
 
     def conclude(self) -> None:
-        """The mean loss."""
-        if self.losses:
-            wide = torch.stack([loss.reshape(()) for loss in self.losses])
-            wide = wide.to(torch.promote_types(wide.dtype, torch.float32))
-            self.loss = (wide * wide.new_tensor(self._weight_loss)).sum()
+        """The losses, of all replicas, and their mean."""
+        if not self.losses:
+            return
+        wide = torch.stack([loss.reshape(()) for loss in self.losses])
+        wide = wide.to(torch.promote_types(wide.dtype, torch.float32))
+        if self.teams.replicas > 1:
+            wide *= wide.new_tensor([end - begin for begin, end in self.own_rows])
+            dist.all_reduce(wide, group=self.teams.replica_group)
+            wide /= wide.new_tensor([end - begin for begin, end in self.rows])
+            self.losses = list(wide)
+        self.loss = (wide * wide.new_tensor([(e - b) / self.size for b, e in self.rows])).sum()
 
     def output(self) -> Any:
         """Of all microbatches, one behind the other; None where the last stage is elsewhere."""
         if not self.outputs:
             return None
         parts = [tensors_of(output) for output in self.outputs]
-        joined = iter([torch.cat(rows) for rows in zip(*parts, strict=True)])
+        joined = iter([torch.cat(self.of_replicas(rows)) for rows in zip(*parts, strict=True)])
         return map_tensors(lambda _: next(joined), self.outputs[0])
+
+    def of_replicas(self, own: Sequence[Tensor]) -> list[Tensor]:
+        """Collective over replicas: the outputs of whole microbatches, each replica's rows in their place."""
+        if self.teams.replicas == 1:
+            return list(own)
+        group, found = self.teams.replica_group, []
+        assert group is not None
+        for tensor, (begin, end) in zip(own, self.rows, strict=True):
+            parts = []
+            for replica in range(self.teams.replicas):
+                first, last = share_of(end - begin, self.teams.replicas, replica)
+                is_mine = replica == self.teams.replica
+                shape = (last - first, *tensor.shape[1:])
+                part = tensor.contiguous() if is_mine else tensor.new_empty(shape)
+                if is_mine and part.shape != shape:
+                    raise InvalidArgument(
+                        f"the output of {last - first} rows has the shape {tuple(part.shape)}: with replicas, its "
+                        "first dimension must be the batch's"
+                    )
+                dist.broadcast(part, dist.get_global_rank(group, replica), group=group)
+                parts.append(part)
+            found.append(torch.cat(parts))
+        return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Final
 
@@ -25,6 +25,10 @@ class Meta:
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+    def with_rows(self, rows: int) -> Meta:
+        """The same with another first dimension."""
+        return replace(self, shape=(rows, *self.shape[1:]))
 
     def empty(self, device: torch.device) -> Tensor:
         """Memory for it."""
@@ -60,6 +64,11 @@ class Layout:
     def gradients(self) -> list[Meta]:
         """Of those that have a gradient."""
         return [meta for meta in self.tensors if meta.has_gradient]
+
+    def with_rows(self, rows: int) -> Layout:
+        """The same of another part of a batch."""
+        leaves = [leaf.with_rows(rows) if isinstance(leaf, Meta) else leaf for leaf in self.leaves]
+        return Layout(self.spec, tuple(leaves))
 
     def fill(self, tensors: Sequence[Tensor]) -> Any:
         """The value, of these tensors."""
@@ -104,9 +113,9 @@ def split_rows(value: Any, rows: Sequence[tuple[int, int]]) -> list[Any]:
     """A value for each range of rows, in all its tensors."""
     if not tensors_of(value):
         return [value] * len(rows)
-    sizes = [end - begin for begin, end in rows]
     leaves, spec = pytree.tree_flatten(value)
     parts = [
-        leaf.split(sizes) if isinstance(leaf, Tensor) else [leaf] * len(rows) for leaf in leaves
+        [leaf[begin:end] for begin, end in rows] if isinstance(leaf, Tensor) else [leaf] * len(rows)
+        for leaf in leaves
     ]
     return [pytree.tree_unflatten(list(one), spec) for one in zip(*parts, strict=True)]
