@@ -174,6 +174,9 @@ class Communicator {
   // Half a round trip of a flag between rank 0 and the farthest rank, in nanoseconds. Collective.
   virtual double flag_latency_ns() = 0;
 
+  // Which one an all_reduce of so many bytes takes; kAuto where that is not decided here.
+  virtual Algorithm all_reduce_algorithm(int64_t) const { return Algorithm::kAuto; }
+
   Tally tally(Operation operation) const;
   Tally tally() const;  // of all
   virtual uint64_t sequence() const = 0;

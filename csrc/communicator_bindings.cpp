@@ -641,6 +641,13 @@ void bind_communicator(py::module_& m) {
       .def("flag_latency_ns", &Communicator::flag_latency_ns, Release(),
            "Collective: one-way latency of a flag between rank 0 and the farthest rank, in ns.")
       .def(
+          "all_reduce_algorithm",
+          [](const Communicator& self, int64_t bytes) {
+            return name_of(self.all_reduce_algorithm(bytes));
+          },
+          arg("bytes"),
+          "Which algorithm an all_reduce of so many bytes takes; auto where that is decided later.")
+      .def(
           "abort", [](Communicator& self, const std::string& reason) { self.abort(reason); },
           arg("reason"), Release(),
           "Ends all operations of all ranks with AbortedError, now and later. From any thread.")

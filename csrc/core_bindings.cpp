@@ -109,6 +109,25 @@ Choice parse_choice(const char* setting, const std::string& text) {
               concat(setting, " must be auto, never or always, not '", text, "'"));
 }
 
+AllReduceTable parse_table(const std::vector<std::pair<int64_t, std::string>>& lines) {
+  const auto check = [](bool is_right, const char* what) {
+    if (!is_right)
+      throw Error(ErrorKind::kInvalidArgument, concat("a table of all_reduce: ", what));
+  };
+  check(lines.size() <= kMaxThresholds, "at most 8 lines");
+  check(lines.back().first == INT64_MAX, "the last line has no limit");
+  AllReduceTable table;
+  int64_t before = -1;
+  for (size_t i = 0; i < lines.size(); ++i) {
+    const Algorithm algorithm = parse_algorithm(lines[i].second, Caller{0, Operation::kAllReduce});
+    check(algorithm != Algorithm::kAuto, "auto is what it decides");
+    check(lines[i].first > before, "sizes grow");
+    before = lines[i].first;
+    table.lines[i] = {before, algorithm};
+  }
+  return table;
+}
+
 LifeSign parse_life_sign(const std::string& text) {
   if (text == "auto") return LifeSign::kAuto;
   if (text == "pid") return LifeSign::kPid;
@@ -216,6 +235,7 @@ void bind_shm(py::module_& m) {
       .def(py::init([](int world_size, int64_t slot_bytes, int slots, const std::string& streaming,
                        int spin_polls, int64_t heap_bytes, int64_t channel_bytes,
                        const std::string& single_copy, int records, const std::string& liveness,
+                       const std::vector<std::pair<int64_t, std::string>>& all_reduce,
                        bool check_headers) {
              ShmConfig config;
              config.slot_bytes = slot_bytes;
@@ -227,12 +247,15 @@ void bind_shm(py::module_& m) {
              config.single_copy = parse_choice("single_copy", single_copy);
              config.records = records;
              config.liveness = parse_life_sign(liveness);
+             if (!all_reduce.empty()) config.all_reduce = parse_table(all_reduce);
              config.check_headers = check_headers;
              return std::make_unique<ShmOffer>(world_size, config);
            }),
            arg("world_size"), py::kw_only(), arg("slot_bytes"), arg("slots"), arg("streaming"),
            arg("spin_polls"), arg("heap_bytes"), arg("channel_bytes"), arg("single_copy"),
-           arg("records"), arg("liveness"), arg("check_headers") = true)
+           arg("records"), arg("liveness"),
+           arg("all_reduce") = std::vector<std::pair<int64_t, std::string>>(),
+           arg("check_headers") = true)
       .def_property_readonly("address", &ShmOffer::address, "What the other ranks need to join.")
       .def(
           "serve", &ShmOffer::serve, arg("timeout"), arg("look") = Look(), Release(),

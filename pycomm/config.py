@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any
 
+from pycomm import all_reduce_table
+
 BUILD_VARIABLES = {
     "PYCOMM_CUDA": "Build only: auto, 0 or 1; whether setup.py compiles the CUDA kernels."
 }
@@ -94,6 +96,11 @@ class Config:
         1000,
         "Milliseconds between two looks at the Store for what became of the other ranks of a GPU group.",
     )
+    all_reduce: str = _setting(
+        "",
+        "Which algorithm all_reduce takes up to which size, on shared memory: like 64K:one_shot,two_shot, or @ and a "
+        "file that `python -m pycomm.bench --tune FILE` has written. Empty: as csrc/algorithms/choose.h has it.",
+    )
     ddp_overlap: str = _setting(
         "auto",
         "Whether DDP's buckets travel while backward goes on, on a thread of their own: "
@@ -157,6 +164,10 @@ class Config:
             ) from None
 
     def __post_init__(self) -> None:
+        try:
+            all_reduce_table.of_text(self.all_reduce, 1)
+        except ValueError as error:
+            raise ValueError(f"PYCOMM_ALL_REDUCE: {error}") from None
         if not isinstance(getattr(signal, self.trace_signal, None), signal.Signals):
             raise ValueError(
                 f"PYCOMM_TRACE_SIGNAL must be a signal's name, like SIGUSR2, not {self.trace_signal!r}"

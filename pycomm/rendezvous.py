@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, Protocol
 
+from pycomm import all_reduce_table
 from pycomm.config import Config, config
 from pycomm.errors import AbortedError, Error, InvalidArgument, MismatchError, TimeoutError
 from pycomm.extension import core
@@ -198,6 +199,7 @@ def _make_offer(world_size: int, settings: Config) -> ShmOffer:
         single_copy=settings.single_copy,
         records=settings.records,
         liveness=settings.liveness,
+        all_reduce=all_reduce_table.of_text(settings.all_reduce, world_size),
     )
     return offer
 

@@ -14,15 +14,19 @@ struct Threshold {
   Algorithm algorithm;
 };
 
-inline constexpr Threshold kAllReduceThresholds[] = {
-    {32 << 10, Algorithm::kOneShot},
-    {INT64_MAX, Algorithm::kTwoShot},
+// Lines for growing sizes; the last one that counts has no limit. PYCOMM_ALL_REDUCE brings others
+// than these: rank 0's stand in the segment, so ranks cannot disagree.
+inline constexpr int kMaxThresholds = 8;
+struct AllReduceTable {
+  Threshold lines[kMaxThresholds] = {
+      {32 << 10, Algorithm::kOneShot},
+      {INT64_MAX, Algorithm::kTwoShot},
+  };
 };
 
-inline Algorithm choose_all_reduce(Algorithm asked, int64_t bytes) {
-  if (asked != Algorithm::kAuto) return asked;
-  for (const Threshold& threshold : kAllReduceThresholds)
-    if (bytes <= threshold.up_to_bytes) return threshold.algorithm;
+inline Algorithm choose_all_reduce(const AllReduceTable& table, int64_t bytes) {
+  for (const Threshold& line : table.lines)
+    if (bytes <= line.up_to_bytes) return line.algorithm;
   return Algorithm::kTwoShot;
 }
 

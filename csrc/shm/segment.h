@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "../algorithms/choose.h"
 #include "../common.h"
 #include "../error.h"
 #include "../kernels/codec.h"
@@ -35,6 +36,7 @@ struct ShmConfig {
   Choice single_copy = Choice::kAuto;  // whether other ranks' private memory is read, if all can
   int32_t records = 512;  // of the flight recorder, per rank; a power of two, or 0 for none
   LifeSign liveness = LifeSign::kAuto;
+  AllReduceTable all_reduce;
   uint32_t check_headers = 1;  // 0: for benchmarks/overhead.py only
 };
 

@@ -82,7 +82,8 @@ void ShmCommunicator::all_reduce(const Request& request) {
   const int64_t count = request.count * real.components, bytes = request.bytes();
   const char* input = bytes_at(request.input);
   char* output = bytes_at(request.output);
-  const Algorithm algorithm = choose_all_reduce(request.algorithm, bytes);
+  const bool is_asked_for = request.algorithm != Algorithm::kAuto;
+  const Algorithm algorithm = is_asked_for ? request.algorithm : all_reduce_algorithm(bytes);
 
   if (bytes <= kEagerBytes && algorithm == Algorithm::kOneShot) {
     announce(input, bytes);

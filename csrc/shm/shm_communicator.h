@@ -44,6 +44,9 @@ class ShmCommunicator : public Communicator, private Watch {
                                    std::chrono::milliseconds timeout);
   std::vector<int> living_ranks() const override;
   double flag_latency_ns() override;
+  Algorithm all_reduce_algorithm(int64_t bytes) const override {
+    return choose_all_reduce(segment_->head().config.all_reduce, bytes);
+  }
   std::shared_ptr<Pending> post(const Message& message, std::shared_ptr<void> keep_alive) override;
   std::shared_ptr<void> allocate(int64_t bytes) override {
     check_process();  // the parent, who has the heap too, would hand out the same memory
