@@ -9,11 +9,13 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import Progress
 
+from pycomm.all_reduce_table import by_ranks, to_text
 from pycomm.bench.measure import Row, measure
 from pycomm.bench.plot import draw
 from pycomm.bench.ranks import check_memory, check_plot, join, missing, start
 from pycomm.bench.report import (
     cells_of,
+    exposed,
     facts,
     failures,
     header,
@@ -24,6 +26,7 @@ from pycomm.bench.report import (
     write_files,
 )
 from pycomm.bench.settings import Settings, parser, settings_of
+from pycomm.bench.tune import table_of, times_of, write
 from pycomm.config import Launch
 from pycomm.errors import Error, InvalidArgument
 
@@ -61,13 +64,15 @@ def _check(settings: Settings, place: Launch | None) -> None:
     assert ranks is not None
     if settings.root >= ranks:
         raise InvalidArgument(f"--root {settings.root}: ranks are 0 to {ranks - 1}")
-    for path in (settings.json, settings.csv, settings.plot):
+    for path in (settings.json, settings.csv, settings.plot, settings.tune):
         if path and not path.absolute().parent.is_dir():
             raise InvalidArgument(f"{path} cannot be written: there is no such folder")
     if settings.plot:
         check_plot()
     if settings.compare:
         load(settings.compare, settings.operation)
+    if settings.tune and settings.tune.exists():
+        by_ranks(settings.tune.read_text().splitlines())
     check_memory(settings, settings.ranks or 1)
 
 
@@ -98,6 +103,10 @@ def _show(found: Any, settings: Settings, about: dict[str, Any], rank: int) -> l
             rows.append(row)
             for side in row.sides:
                 console.print(line_of(cells_of(row, side)))
+                if row.case.operation == "ddp" and side is not row.sides[0] and not side.refused:
+                    console.print(
+                        f"# {side.backend}: {exposed(row, side) * 100:.0f} % of a step is communication"
+                    )
                 if side.refused:
                     console.print(f"# {side.backend}: {side.refused}")
             progress.advance(task)
@@ -111,6 +120,10 @@ def _conclude(settings: Settings, about: dict[str, Any], rows: list[Row]) -> int
     if settings.plot:
         draw(made, settings, settings.plot)
         print(f"# wrote {settings.plot}")
+    if settings.tune:
+        table = table_of(times_of(made))
+        write(settings.tune, about["ranks"], table, f"{about['cpu']}, load {about['load']:.1f}")
+        print(f"# {to_text(table)}\n# use it: export PYCOMM_ALL_REDUCE=@{settings.tune.absolute()}")
     problems = failures(settings, rows)
     if settings.compare:
         problems += slower_than(load(settings.compare, settings.operation), made)

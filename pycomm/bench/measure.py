@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import mean, median, pstdev
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pycomm.bench import codecs, steps
 from pycomm.bench.operations import (
     IN_PLACE,
     OUT_OF_PLACE,
@@ -20,7 +22,6 @@ from pycomm.bench.operations import (
     Case,
     bus_factor,
     count_for,
-    expected,
     prepare,
 )
 from pycomm.bench.settings import Settings
@@ -84,6 +85,8 @@ def measure(
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for size in settings.sizes:
         count = count_for(settings.operation, size, settings.dtype, ranks)
+        if settings.operation == "ddp":
+            count = steps.count_of(size)
         case = Case(
             settings.operation, count, settings.dtype, settings.op, settings.root, rank, ranks
         )
@@ -109,26 +112,41 @@ def _prepared(
 ) -> tuple[list[Side], list[Call]]:
     """Warmed up. What a backend cannot do is noted, on all ranks, and left out."""
     sides, calls = [], []
-    for backend, group in groups.items():
-        for in_place, known in ((False, OUT_OF_PLACE), (True, IN_PLACE)):
-            if case.operation not in known:
-                continue
-            side = Side(backend, in_place)
-            call = prepare(case, group, in_place, settings.offset)
-            call.fill()
-            try:
-                for _ in range(max(1, settings.warmup)):
-                    call.run()
-            except (RuntimeError, NotImplementedError) as error:
-                if isinstance(error, Error) and not isinstance(error, InvalidArgument):
-                    raise  # it can, but something went wrong
-                side.refused = _reason(error)
-            told: list[Any] = [None] * case.ranks
-            dist.all_gather_object(told, side.refused, group=control)
-            side.refused = next(filter(None, told), "")
-            sides.append(side)
-            calls.append(call)
+    for side, make in _sides(case, settings, groups):
+        call = make()
+        call.fill()
+        try:
+            for _ in range(max(1, settings.warmup)):
+                call.run()
+        except (RuntimeError, NotImplementedError) as error:
+            if isinstance(error, Error) and not isinstance(error, InvalidArgument):
+                raise  # it can, but something went wrong
+            side.refused = _reason(error)
+        told: list[Any] = [None] * case.ranks
+        dist.all_gather_object(told, side.refused, group=control)
+        side.refused = next(filter(None, told), "")
+        sides.append(side)
+        calls.append(call)
     return sides, calls
+
+
+def _sides(
+    case: Case, settings: Settings, groups: dict[str, dist.ProcessGroup]
+) -> Iterator[tuple[Side, Callable[[], Call]]]:
+    if case.operation == "compress":
+        for name, make in codecs.sides(case, settings.compressions):
+            yield Side(name, False), make
+    elif case.operation == "ddp":
+        for name, make in steps.sides(case, groups, settings.ways):
+            yield Side(name, False), make
+    else:
+        for way in settings.ways:
+            for in_place, known in ((False, OUT_OF_PLACE), (True, IN_PLACE)):
+                if case.operation in known:
+                    made = partial(
+                        prepare, case, groups[way.backend], in_place, settings.offset, way
+                    )
+                    yield Side(str(way), in_place), made
 
 
 def _reason(error: Exception) -> str:
@@ -153,20 +171,25 @@ def _round(side: Side, call: Call, settings: Settings, control: dist.ProcessGrou
 
 def _check(side: Side, call: Call, case: Case, control: dist.ProcessGroup) -> None:
     """Collective: one more call on fresh contents, whose every element is compared."""
-    wanted = expected(case)
+    wanted = call.wanted()
     call.fill()
     call.run()
+    if call.finish:
+        call.finish()
     wrong, first = 0, ""
     if wanted is not None:
-        wrong, first = _differences(call.result, wanted, case.rank)
+        wrong, first = _differences(call.result, wanted, case.rank, call.tolerance)
     told: list[Any] = [None] * case.ranks
     dist.all_gather_object(told, (wrong, first), group=control)
     side.wrong = sum(number for number, _ in told)
     side.first_wrong = next((words for _, words in told if words), "")
 
 
-def _differences(found: Tensor, wanted: Tensor, rank: int) -> tuple[int, str]:
-    places = (found != wanted).nonzero()
+def _differences(
+    found: Tensor, wanted: Tensor, rank: int, tolerance: float = 0.0
+) -> tuple[int, str]:
+    is_right = (found - wanted).abs() <= tolerance if tolerance else found == wanted
+    places = (~is_right).nonzero()
     if not len(places):
         return 0, ""
     at = int(places[0])

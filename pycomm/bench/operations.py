@@ -15,6 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import pycomm
+from pycomm.backend import find_communicator
+from pycomm.bench.ways import PLAIN, Way
 from pycomm.errors import InvalidArgument
 
 DTYPES: Final = {
@@ -72,6 +75,8 @@ OPERATIONS: Final = (
     "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "all_to_all",
     "send_recv", "barrier",
 )  # fmt: skip
+#: Which are no operations of torch.distributed: see codecs.py and steps.py.
+OTHERS: Final = ("compress", "ddp")
 #: That torch.distributed can do with separate input and output, and in place.
 OUT_OF_PLACE: Final = (
     "all_gather",
@@ -91,7 +96,7 @@ def bus_factor(operation: str, ranks: int) -> float:
         return 2 * (ranks - 1) / ranks
     if operation in WHOLE:
         return (ranks - 1) / ranks
-    return 0.0 if operation == "barrier" else 1.0
+    return 0.0 if operation in ("barrier", "ddp") else 1.0
 
 
 def count_for(operation: str, bytes: int, dtype: str, ranks: int) -> int:
@@ -159,20 +164,28 @@ def expected(case: Case) -> Tensor | None:
 
 @dataclass
 class Call:
-    """Prepared: `fill` makes the contents anew, `run` does it once, `result` is where it leaves what it gives."""
+    """Prepared: `fill` makes the contents anew, `run` does it once, `result` is where it leaves what it gives.
 
-    fill: Callable[[], None]
-    run: Callable[[], None]
+    `wanted` says what that has to be, within `tolerance`; None: nothing. `finish` comes ahead of the comparison.
+    """
+
+    fill: Callable[[], object]
+    run: Callable[[], object]
     result: Tensor
+    wanted: Callable[[], Tensor | None]
+    tolerance: float = 0.0
+    finish: Callable[[], object] | None = None
 
 
-def prepare(case: Case, group: dist.ProcessGroup, in_place: bool, offset: int) -> Call:
+def prepare(
+    case: Case, group: dist.ProcessGroup, in_place: bool, offset: int, way: Way = PLAIN
+) -> Call:
     """Buffers and the call; they begin `offset` bytes behind an aligned address."""
     own = _own_pieces(case)
     data = contribution(case, case.rank, own)
     op = REDUCTIONS[case.op]
     if in_place:
-        return _prepare_in_place(case, group, op, data, offset)
+        return _prepare_in_place(case, group, op, data, offset, way)
     source, target = _buffer(case, own, offset), _buffer(case, _result_pieces(case), offset)
     sources = [piece(source, case, i) for i in range(own)]
     targets = [piece(target, case, i) for i in range(_result_pieces(case))]
@@ -201,18 +214,18 @@ def prepare(case: Case, group: dist.ProcessGroup, in_place: bool, offset: int) -
         source.copy_(data)
         target.zero_()
 
-    return Call(fill, calls[case.operation], target)
+    return Call(fill, calls[case.operation], target, lambda: expected(case))
 
 
 def _prepare_in_place(
-    case: Case, group: dist.ProcessGroup, op: Any, data: Tensor, offset: int
+    case: Case, group: dist.ProcessGroup, op: Any, data: Tensor, offset: int, way: Way
 ) -> Call:
     pieces = max(_own_pieces(case), _result_pieces(case))
     whole = _buffer(case, pieces, offset)
     own = whole if pieces == 1 else piece(whole, case, case.rank)
     root = dist.get_global_rank(group, case.root)
     calls: dict[str, Callable[[], Any]] = {
-        "all_reduce": lambda: dist.all_reduce(whole, op, group),
+        "all_reduce": _all_reduce(case, group, whole, way),
         "broadcast": lambda: dist.broadcast(whole, root, group),
         "reduce": lambda: dist.reduce(whole, root, op, group),
         "all_gather": lambda: dist.all_gather_into_tensor(whole, own, group),
@@ -224,7 +237,24 @@ def _prepare_in_place(
         (own if case.operation == "all_gather" else whole).copy_(data)
 
     result = own if case.operation == "reduce_scatter" else whole
-    return Call(fill, calls[case.operation], result)
+    call = Call(fill, calls[case.operation], result, lambda: expected(case))
+    # Rounded once as this rank's own, and once as the sum, of all ranks' largest values.
+    call.tolerance = 2.01 * way.rounding * (_PERIOD - 1) * case.ranks
+    return call
+
+
+def _all_reduce(
+    case: Case, group: dist.ProcessGroup, whole: Tensor, way: Way
+) -> Callable[[], object]:
+    if way.compression:
+        return lambda: pycomm.all_reduce(whole, case.op, group, compression=way.compression)
+    if way.algorithm:
+        communicator = find_communicator(group)
+        if communicator is None:
+            raise InvalidArgument(f"{way}: this group is not on pycomm's shared memory")
+        return lambda: communicator.all_reduce(whole, case.op, algorithm=way.algorithm)
+    op = REDUCTIONS[case.op]
+    return lambda: dist.all_reduce(whole, op, group)
 
 
 def _own_pieces(case: Case) -> int:

@@ -82,7 +82,7 @@ def check_plot() -> None:
 def check_memory(settings: Settings, ranks_here: int) -> None:
     """Raises InvalidArgument if the largest buffers do not fit into what is free."""
     per_backend = 3 * (2 if settings.check else 1)
-    needed = max(settings.sizes) * len(settings.backends) * ranks_here * per_backend
+    needed = max(settings.sizes) * len(settings.ways) * ranks_here * per_backend
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
     if needed > free:

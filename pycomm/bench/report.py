@@ -27,7 +27,7 @@ HEADS: Final = (
     ("median", "us"), ("min", "us"), ("p99", "us"), ("cv", "%"), ("algbw", "GB/s"), ("busbw", "GB/s"), ("#wrong", ""),
     ("ratio", ""),
 )  # fmt: skip
-_WIDTHS: Final = (11, 11, 8, 5, 4, 7, 5, 10, 10, 10, 5, 7, 7, 6, 6)
+_WIDTHS: Final = (11, 11, 8, 5, 4, 15, 5, 10, 10, 10, 5, 7, 7, 6, 6)
 
 
 def facts(ranks: int) -> dict[str, Any]:
@@ -114,6 +114,11 @@ def ratio_of(row: Row, side: Side) -> float:
     return median(a / b for a, b in zip(side.medians, base.medians, strict=True))
 
 
+def exposed(row: Row, side: Side) -> float:
+    """Of a step, the share that communication adds to it: what the first side, without any, does not take."""
+    return 1 - 1 / ratio_of(row, side)
+
+
 def record(found: dict[str, Any], settings: Settings, rows: list[Row]) -> dict[str, Any]:
     """All of it, as JSON takes it."""
     return {
@@ -148,6 +153,7 @@ def _side(row: Row, side: Side) -> dict[str, Any]:
         "busbw": bus,
         "wrong": side.wrong,
         "ratio": ratio_of(row, side),
+        **({"exposed": exposed(row, side)} if row.case.operation == "ddp" else {}),
     }
 
 

@@ -8,11 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from pycomm.bench.operations import DTYPES, OPERATIONS, REDUCTIONS
+from pycomm.all_reduce_table import ALGORITHMS
+from pycomm.bench.operations import DTYPES, OPERATIONS, OTHERS, REDUCTIONS
+from pycomm.bench.ways import COMPRESSIONS, Way
 from pycomm.command_line import Parser
 from pycomm.errors import InvalidArgument
 
 BACKENDS: Final = ("pycomm", "gloo", "nccl", "mpi")
+#: What compress measures if nothing is asked for.
+DEFAULT_FORMATS: Final = ("fp16", "bf16", "fp8", "int8")
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 EPILOG: Final = """\
@@ -25,6 +29,9 @@ examples:
   python -m pycomm.bench all_reduce --ranks 2 --backend pycomm,gloo --plot ar.png
   python -m pycomm.bench all_gather -b 1K -e 64M -f 4 --ranks 4 --json ag.json
   python -m pycomm.bench all_reduce --ranks 2 --compare ar.json --min-bw 1.5
+  python -m pycomm.bench all_reduce --ranks 2 --backend pycomm,gloo --compression fp16,int8
+  python -m pycomm.bench all_reduce --ranks 2 -b 1K -f 2 --tune ~/.pycomm-table
+  python -m pycomm.bench ddp --ranks 2 --backend pycomm,gloo --compression fp16 -b 1M
   torchrun --nproc-per-node 2 -m pycomm.bench reduce_scatter -d half
 
 exit status:
@@ -50,6 +57,8 @@ class Settings:
     together: int
     offset: int
     backends: tuple[str, ...]
+    ways: tuple[Way, ...]
+    compressions: tuple[str, ...]
     ranks: int | None
     bind: bool
     min_bandwidth: float
@@ -57,6 +66,7 @@ class Settings:
     csv: Path | None
     plot: Path | None
     compare: Path | None
+    tune: Path | None
 
 
 def read_size(text: str) -> int:
@@ -100,7 +110,8 @@ def parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = made.add_argument
-    add("operation", choices=OPERATIONS, metavar="OPERATION", help=", ".join(OPERATIONS))
+    known = (*OPERATIONS, *OTHERS)
+    add("operation", choices=known, metavar="OPERATION", help=", ".join(known))
     add("-b", "--minbytes", type=read_size, default=8, help="smallest size (8)")
     add("-e", "--maxbytes", type=read_size, default=64 << 20, help="largest size (64M)")
     add("-f", "--stepfactor", type=float, default=4.0, help="from one size to the next (4)")
@@ -120,6 +131,24 @@ def parser() -> Parser:
         "--backend",
         default="pycomm",
         help=f"one or more of {', '.join(BACKENDS)}, with commas (pycomm)",
+    )
+    add(
+        "--algorithm",
+        default="",
+        help=f"beside pycomm's own choice in all_reduce, one or more of {', '.join(ALGORITHMS)}",
+    )
+    add(
+        "--compression",
+        "--wire",
+        default="",
+        help=f"beside plain values, as what they travel in all_reduce and ddp, on pycomm and gloo; of compress, what "
+        f"is measured (all): one or more of {', '.join(COMPRESSIONS)}",
+    )
+    add(
+        "--tune",
+        type=Path,
+        metavar="FILE",
+        help="measure pycomm's algorithms and write the table that PYCOMM_ALL_REDUCE=@FILE brings into use",
     )
     add("--ranks", type=_count(1), help="start so many here; none: join torchrun, mpirun or srun")
     add(
@@ -149,6 +178,7 @@ def settings_of(words: argparse.Namespace) -> Settings:
     backends = tuple(words.backend.split(","))
     if set(backends) - set(BACKENDS) or len(set(backends)) < len(backends):
         raise InvalidArgument(f"--backend {words.backend}: each once, of {', '.join(BACKENDS)}")
+    ways, compressions = _ways_of(words, backends)
     sizes = sizes_of(words.minbytes, words.maxbytes, words.stepfactor, words.stepbytes)
     if words.ranks is not None and words.root >= words.ranks:
         raise InvalidArgument(f"--root {words.root}: ranks are 0 to {words.ranks - 1}")
@@ -169,6 +199,8 @@ def settings_of(words: argparse.Namespace) -> Settings:
         together=words.agg_iters,
         offset=words.unaligned,
         backends=backends,
+        ways=ways,
+        compressions=compressions,
         ranks=words.ranks,
         bind=not words.no_bind,
         min_bandwidth=words.min_bw,
@@ -176,4 +208,38 @@ def settings_of(words: argparse.Namespace) -> Settings:
         csv=words.csv,
         plot=words.plot,
         compare=words.compare,
+        tune=words.tune,
     )
+
+
+def _ways_of(
+    words: argparse.Namespace, backends: tuple[str, ...]
+) -> tuple[tuple[Way, ...], tuple[str, ...]]:
+    """What is set side by side; raises InvalidArgument where an option and an operation do not fit."""
+    operation = words.operation
+    algorithms = _names("--algorithm", words.algorithm, ALGORITHMS)
+    compressions = _names("--compression", words.compression, COMPRESSIONS)
+    if words.tune:
+        algorithms = algorithms or ALGORITHMS
+    if algorithms and (operation != "all_reduce" or "pycomm" not in backends):
+        raise InvalidArgument("--algorithm and --tune are for all_reduce on backend pycomm")
+    if compressions and operation not in ("all_reduce", *OTHERS):
+        raise InvalidArgument(f"--compression is for all_reduce, ddp and compress, not {operation}")
+    if (compressions or operation in OTHERS) and words.datatype != "float":
+        raise InvalidArgument("what is compressed, and ddp, are of -d float")
+    if compressions and words.op != "sum":
+        raise InvalidArgument("--compression is for -o sum")
+    if operation in OTHERS and words.unaligned:
+        raise InvalidArgument(f"-u is not for {operation}")
+    ways = [Way(backend) for backend in backends]
+    ways += [Way("pycomm", algorithm=name) for name in algorithms]
+    able = [backend for backend in backends if backend in ("pycomm", "gloo")]
+    ways += [Way(backend, compression=name) for backend in able for name in compressions]
+    return tuple(ways), compressions or DEFAULT_FORMATS
+
+
+def _names(option: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    names = tuple(text.split(",")) if text else ()
+    if set(names) - set(known) or len(set(names)) < len(names):
+        raise InvalidArgument(f"{option} {text}: each once, of {', '.join(known)}")
+    return names
